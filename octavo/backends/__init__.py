@@ -1,0 +1,47 @@
+"""Backends, and the choice among them: `resolve(spec, arch)` is pure and says why each other one was rejected."""
+
+from dataclasses import dataclass
+
+from octavo.backends.arch import arch_of
+from octavo.backends.base import AttentionCall, Backend
+from octavo.backends.cpu import CpuBackend
+from octavo.backends.triton import TritonBackend
+from octavo.problem import Arch, AttentionSpec
+
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), TritonBackend())
+"""In order of preference; each rejects what it cannot serve."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    backend: Backend
+    rejected: tuple[tuple[str, str], ...]
+    """(name, reason) of each backend that was preferred but cannot serve, or was passed over."""
+
+
+def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None) -> Choice:
+    """The first backend that serves `spec` on `arch`; `override` names the one to take.
+
+    Raises ValueError when the named one, or every one, cannot serve; the message holds each reason.
+    """
+    names = [b.name for b in BACKENDS]
+    if override and override not in names:
+        raise ValueError(f"backend: expected one of {names}, got {override!r}; fix: leave it out to choose automatically")
+    chosen, rejected = None, []
+    for backend in BACKENDS:
+        reason = backend.reject(spec, arch)
+        if reason is None and override and backend.name != override:
+            reason = f"{override} was asked for"
+        if reason is None and chosen is not None:
+            reason = f"{chosen.name} is preferred"
+        if reason is None:
+            chosen = backend
+        else:
+            rejected.append((backend.name, reason))
+    if chosen is None:
+        why = "; ".join(f"{name}: {reason}" for name, reason in rejected if not override or name == override)
+        raise ValueError(f"backend: no backend serves {spec} on {arch.name} ({why}); fix: see `octavo info`")
+    return Choice(chosen, tuple(rejected))
+
+
+__all__ = ["BACKENDS", "AttentionCall", "Backend", "Choice", "arch_of", "resolve"]

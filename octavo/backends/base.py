@@ -1,0 +1,54 @@
+"""What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.problem import Arch, AttentionSpec, PagedBatch
+from octavo.shapes import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One validated call. `out` and `lse` are to be written completely, padding rows included."""
+
+    spec: AttentionSpec
+    batch: PagedBatch
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    lse: Tensor
+    sm_scale: float
+    """Multiplied with scale_tensor where that is given."""
+    scale_tensor: Tensor | None = None
+    plan: Tensor | None = None
+    """Work items written by `Backend.plan`, or None: then the backend plans inside the call."""
+    block_m: int = 0
+    """Rows per query tile that the plan was made for; 0 where plan is None."""
+
+
+class Backend(Protocol):
+    """A way to compute. Stateless: the instance in `BACKENDS` serves every call and thread."""
+
+    name: str
+
+    def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
+        """Why this backend cannot serve `spec` on `arch`, or None when it can. spec None asks about the device only."""
+
+    def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
+        """Rows per query tile, from shapes alone; 0 for a backend that makes no device plan."""
+
+    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> int:
+        """int32 words that a plan for at most this many tokens and sequences takes; 0 where there is no plan."""
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, block_m: int, plan: Tensor) -> None:
+        """Write the work items into `plan`. No host synchronisation; capturable."""
+
+    def attend(self, call: AttentionCall) -> None:
+        """Compute `call.out` and `call.lse`."""
+
+    def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
+        """Write new keys and values at the end of each sequence."""
+
+    def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
+        """Combine attention states over disjoint keys, in the given order."""

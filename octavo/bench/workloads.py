@@ -1,0 +1,133 @@
+"""Serving batches as data: lengths from JSON lines, tensors made from them, and the work that they stand for."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from octavo.kv_cache import PagedKV
+from octavo.problem import AttentionSpec, PagedBatch
+from octavo.shapes import Tensor
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch: how many query tokens and keys each sequence has."""
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.qo_lens) != len(self.kv_lens):
+            raise ValueError(
+                f"{self.name}: expected as many kv_lens as qo_lens ({len(self.qo_lens)}), got {len(self.kv_lens)}; "
+                "fix: both hold one length per sequence"
+            )
+        if any(not isinstance(n, int) or n < 0 for n in (*self.qo_lens, *self.kv_lens)):
+            raise ValueError(f"{self.name}: expected lengths >= 0; fix: qo_lens and kv_lens are lists of counts")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.qo_lens)
+
+    def visible_pairs(self, causal: bool = True) -> int:
+        """(query token, key) pairs that attention computes."""
+        return sum(_visible(n, m) if causal else n * m for n, m in zip(self.qo_lens, self.kv_lens, strict=True))
+
+    def flops(self, spec: AttentionSpec) -> int:
+        """2 (head_dim + value_dim) per visible pair and query head."""
+        return 2 * (spec.head_dim + spec.v_dim) * spec.num_qo_heads * self.visible_pairs(spec.causal)
+
+    def bytes(self, spec: AttentionSpec) -> int:
+        """Least memory traffic: visible K/V, q, page ids once; out and lse written once."""
+        seen = sum(m for n, m in zip(self.qo_lens, self.kv_lens, strict=True) if n)
+        kv = seen * spec.num_kv_heads * (spec.head_dim + spec.v_dim) * spec.dtype.itemsize
+        rows = self.num_tokens * spec.num_qo_heads * ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize + 4)
+        return kv + rows + 4 * -(-seen // spec.page_size)
+
+    def shrunk(self, max_pairs: int) -> "Workload":
+        """The same shape with all lengths divided by one factor so that at most about `max_pairs` remain visible."""
+        factor = (self.visible_pairs() / max_pairs) ** 0.5
+        if factor <= 1:
+            return self
+        qo = tuple(-(-n // max(1, round(factor))) if n else 0 for n in self.qo_lens)
+        kv = tuple(-(-n // max(1, round(factor))) if n else 0 for n in self.kv_lens)
+        return replace(self, qo_lens=qo, kv_lens=kv)
+
+
+def _visible(q_len: int, kv_len: int) -> int:
+    if kv_len >= q_len:
+        return q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2
+    return kv_len * (kv_len + 1) // 2
+
+
+def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Workload]:
+    """Workloads from JSON lines with qo_lens and kv_lens (and optionally id or name, source)."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                name = str(row.get("name") or row.get("id") or f"{origin}:{number}")
+                yield Workload(name, tuple(row["qo_lens"]), tuple(row["kv_lens"]), str(row.get("source", origin)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{origin}:{number}: expected a JSON object with qo_lens and kv_lens, got {line.strip()[:60]!r} "
+                    f"({type(error).__name__}: {error}); fix: one batch a line, both lists of integers"
+                ) from error
+
+
+def read_jsonl(path: str | Path) -> list[Workload]:
+    path = Path(path)
+    with path.open() as file:
+        return list(parse_jsonl(file, path.stem))
+
+
+def sample() -> list[Workload]:
+    """The real batches shipped with the package; data/SOURCES.md attributes them."""
+    text = resources.files("octavo").joinpath("data/sample.jsonl").read_text()
+    return list(parse_jsonl(text.splitlines(), "sample"))
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Tensors of one workload."""
+
+    spec: AttentionSpec
+    q: Tensor
+    kv: PagedKV
+    batch: PagedBatch
+
+
+def make_inputs(
+    workload: Workload, spec: AttentionSpec, device: torch.device | str, *, seed: int = 0, scattered: bool = True
+) -> Inputs:
+    """Random inputs. Page ids are a random permutation with holes (scattered) or run consecutively."""
+    device = torch.device(device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    pages = [-(-n // spec.page_size) for n in workload.kv_lens]
+    used = sum(pages)
+    total = used + max(8, used // 16)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=spec.dtype, generator=generator)
+
+    ids = torch.randperm(total, device=device, generator=generator)[:used] if scattered else torch.arange(used, device=device)
+    last = [n - (p - 1) * spec.page_size if p else 0 for n, p in zip(workload.kv_lens, pages, strict=True)]
+    batch = PagedBatch.csr(
+        _indptr(workload.qo_lens, device),
+        _indptr(pages, device),
+        ids.to(torch.int32),
+        torch.tensor(last, dtype=torch.int32, device=device),
+    )
+    k = randn(total, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    v = randn(total, spec.page_size, spec.num_kv_heads, spec.v_dim)
+    return Inputs(spec, randn(workload.num_tokens, spec.num_qo_heads, spec.head_dim), PagedKV(k, v), batch)
+
+
+def _indptr(lengths: Iterable[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device=device, dtype=torch.int32)
