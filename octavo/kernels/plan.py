@@ -1,0 +1,110 @@
+"""The planner: one launch that writes a batch's work items, in order, without a sort, an atomic or a host round trip.
+
+The place of a sequence's first item is a sum over all sequences that come before it (more keys, or as many and a smaller
+index), so every program finds the places of its own sequences alone. octavo/planning/schedule.py is the same in Python.
+"""
+
+import triton
+import triton.language as tl
+
+from octavo import work_item as layout
+from octavo.kernels.primitives import sequence_shape
+
+HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
+NUM_ITEMS = tl.constexpr(layout.NUM_ITEMS)
+ITEM_WORDS = tl.constexpr(layout.ITEM_WORDS)
+Q_START = tl.constexpr(layout.Q_START)
+Q_LEN = tl.constexpr(layout.Q_LEN)
+KV_LEN = tl.constexpr(layout.KV_LEN)
+PAGE_LOW = tl.constexpr(layout.PAGE_LOW)
+PAGE_HIGH = tl.constexpr(layout.PAGE_HIGH)
+KV_HEAD = tl.constexpr(layout.KV_HEAD)
+ROW_BEGIN = tl.constexpr(layout.ROW_BEGIN)
+KEY_BEGIN = tl.constexpr(layout.KEY_BEGIN)
+KEY_END = tl.constexpr(layout.KEY_END)
+FULL_END = tl.constexpr(layout.FULL_END)
+SPLIT = tl.constexpr(layout.SPLIT)
+NUM_SPLITS = tl.constexpr(layout.NUM_SPLITS)
+SLOT = tl.constexpr(layout.SLOT)
+SEQUENCE = tl.constexpr(layout.SEQUENCE)
+
+
+@triton.jit
+def items_of(q_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexpr):
+    return tl.cdiv(q_len * GROUP, BLOCK_M) * HKV
+
+
+@triton.jit
+def visible_keys(token, q_len, kv_len, CAUSAL: tl.constexpr):
+    """Keys that a token sees: causal is bottom-right aligned."""
+    if CAUSAL:
+        return tl.minimum(tl.maximum(token + kv_len - q_len + 1, 0), kv_len)
+    return kv_len
+
+
+@triton.jit
+def store_item(item, mask, q_start, q_len, kv_len, position, kv_head, row_begin, sequence,
+               GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    last_token = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, q_len - 1)
+    tl.store(item + Q_START, q_start, mask)
+    tl.store(item + Q_LEN, q_len, mask)
+    tl.store(item + KV_LEN, kv_len, mask)
+    tl.store(item + PAGE_LOW, position.to(tl.int32), mask)
+    tl.store(item + PAGE_HIGH, (position >> 32).to(tl.int32), mask)
+    tl.store(item + KV_HEAD, kv_head, mask)
+    tl.store(item + ROW_BEGIN, row_begin, mask)
+    tl.store(item + KEY_BEGIN, tl.zeros_like(row_begin), mask)
+    tl.store(item + KEY_END, visible_keys(last_token, q_len, kv_len, CAUSAL), mask)
+    tl.store(item + FULL_END, visible_keys(row_begin // GROUP, q_len, kv_len, CAUSAL), mask)
+    tl.store(item + SPLIT, tl.zeros_like(row_begin), mask)
+    tl.store(item + NUM_SPLITS, tl.full(row_begin.shape, 1, tl.int32), mask)
+    tl.store(item + SLOT, tl.zeros_like(row_begin), mask)
+    tl.store(item + SEQUENCE, sequence, mask)
+
+
+@triton.jit(do_not_specialize=["table_stride", "entries", "num_tokens", "num_sequences"],
+            do_not_specialize_on_alignment=["qo_indptr", "kv_ptr", "last_page_len"])  # fmt: skip
+def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences,
+                GROUP: tl.constexpr, HKV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+                CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+                OWN: tl.constexpr, OTHERS: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
+    """Grid (sequences and padding / OWN, writers): a program places OWN sequences and writes every writers-th chunk of
+    ITEMS of their items."""
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    _, own_q_len, own_kv_len, _ = sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens,
+                                                 num_sequences, own, PAGE_SIZE, DENSE)  # fmt: skip
+    own_items = items_of(own_q_len, GROUP, HKV, BLOCK_M)
+
+    place = tl.zeros([OWN], tl.int32)
+    total = 0
+    for start in range(0, num_sequences + 1, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        _, q_len, kv_len, _ = sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens,
+                                             num_sequences, other, PAGE_SIZE, DENSE)  # fmt: skip
+        items = items_of(q_len, GROUP, HKV, BLOCK_M)
+        longer = kv_len[None, :] > own_kv_len[:, None]
+        equal = kv_len[None, :] == own_kv_len[:, None]
+        before = longer | (equal & (other[None, :] < own[:, None]))
+        place += tl.sum(tl.where(before, items[None, :], 0), 1)
+        total += tl.sum(items, 0)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(plan + NUM_ITEMS, total)
+
+    ends = tl.cumsum(own_items, 0)
+    mine = tl.sum(own_items, 0)
+    index = tl.arange(0, OWN)
+    for start in range(tl.program_id(1) * ITEMS, mine, tl.num_programs(1) * ITEMS):
+        nth = start + tl.arange(0, ITEMS)
+        which = tl.sum((nth[:, None] >= ends[None, :]).to(tl.int32), 1)
+        # A one-hot sum reads a per-sequence register value by index.
+        chosen = index[None, :] == which[:, None]
+        inside = nth - tl.sum(tl.where(chosen, (ends - own_items)[None, :], 0), 1)
+        slot = inside + tl.sum(tl.where(chosen, place[None, :], 0), 1)
+        sequence = tl.program_id(0) * OWN + which
+        q_start, q_len, kv_len, position = sequence_shape(
+            qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, sequence, PAGE_SIZE, DENSE)  # fmt: skip
+        tiles = tl.maximum(tl.cdiv(q_len * GROUP, BLOCK_M), 1)
+        row_begin = (tiles - 1 - inside % tiles) * BLOCK_M
+        item = plan + HEADER_WORDS + slot.to(tl.int64) * ITEM_WORDS
+        store_item(item, nth < mine, q_start, q_len, kv_len, position, inside // tiles, row_begin, sequence,
+                   GROUP, BLOCK_M, CAUSAL)  # fmt: skip

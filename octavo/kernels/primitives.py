@@ -1,0 +1,95 @@
+"""Device primitives, each named for what it means."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, sequence,
+                   PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
+    """(q_start, q_len, kv_len, position of the first page in the table) of a vector of sequences.
+
+    kv_ptr is kv_indptr (CSR) or kv_lens (dense); entries is the length of kv_indices or the columns of block_table.
+    Sequence number num_sequences is the padding: the rows past qo_indptr[-1], without keys. Everything is clamped to the
+    tensors' bounds, so that no input makes a kernel read or write outside them.
+    """
+    real = sequence < num_sequences
+    inside = sequence <= num_sequences
+    q_start = tl.load(qo_indptr + sequence, mask=inside, other=0).to(tl.int32)
+    q_end = tl.load(qo_indptr + sequence + 1, mask=real, other=0).to(tl.int32)
+    q_start = tl.minimum(tl.maximum(q_start, 0), num_tokens)
+    q_end = tl.where(real, tl.minimum(tl.maximum(q_end, q_start), num_tokens), num_tokens)
+    q_len = tl.where(inside, q_end - q_start, 0)
+    if DENSE:
+        limit = entries.to(tl.int64) * PAGE_SIZE
+        kv_len = tl.load(kv_ptr + sequence, mask=real, other=0).to(tl.int64)
+        kv_len = tl.minimum(tl.maximum(kv_len, 0), limit).to(tl.int32)
+        position = sequence.to(tl.int64) * table_stride
+    else:
+        first = tl.load(kv_ptr + sequence, mask=real, other=0).to(tl.int64)
+        last = tl.load(kv_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
+        position = tl.minimum(tl.maximum(first, 0), entries.to(tl.int64))
+        pages = tl.minimum(tl.maximum(last, position), entries.to(tl.int64)) - position
+        tail = PAGE_SIZE
+        if last_page_len is not None:
+            tail = tl.load(last_page_len + sequence, mask=real, other=0).to(tl.int64)
+            tail = tl.minimum(tl.maximum(tail, 0), PAGE_SIZE)
+        kv_len = tl.where(pages > 0, (pages - 1) * PAGE_SIZE + tail, 0).to(tl.int32)
+    return q_start, q_len, kv_len, position
+
+
+@triton.jit
+def key_offsets(page_table, position, keys, num_pages, stride_page, stride_token, PAGE_SIZE: tl.constexpr):
+    """64-bit element offsets of keys in a cache, through the page table. A bad page id is clamped into the cache."""
+    if PAGE_SIZE == 1:
+        page = tl.load(page_table + position + keys).to(tl.int64)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        return page * stride_page
+    page = tl.load(page_table + position + keys // PAGE_SIZE).to(tl.int64)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    return page * stride_page + (keys % PAGE_SIZE) * stride_token.to(tl.int64)
+
+
+@triton.jit
+def load_tile(pointer, offsets, columns, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Rows at `offsets`, DIM elements each; columns from DIM to PADDED are zero."""
+    pointers = pointer + offsets[:, None] + columns[None, :]
+    if DIM == PADDED:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
+
+
+@triton.jit
+def online_softmax_step(logits, m, l):
+    """Fold base-2 logits [rows, keys] into running maxima m and sums l; -inf logits are masked keys.
+
+    Returns (p, alpha, m, l): p = 2^(logits - m), alpha what earlier accumulators are multiplied with (Milakov and
+    Gimelshein 2018, in base 2). A row that has seen no key keeps m = -inf without making NaN.
+    """
+    m_new = tl.maximum(m, tl.max(logits, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(logits - m_safe[:, None])
+    alpha = tl.math.exp2(m - m_safe)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def finish_softmax(acc, m, l):
+    """(out, base-2 lse); a row without keys gets 0 and -inf."""
+    empty = l == 0.0
+    out = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, l))[:, None]
+    return out, tl.where(empty, float("-inf"), m + tl.math.log2(tl.where(empty, 1.0, l)))
+
+
+@triton.jit
+def find_sequence(qo_indptr, token, num_sequences, steps):
+    """The sequence that owns each token: how many sequences end at or before it. steps >= log2(num_sequences) + 1."""
+    low = tl.zeros_like(token)
+    high = low + num_sequences
+    for _ in range(steps):
+        middle = (low + high) // 2
+        searching = low < high
+        end = tl.load(qo_indptr + middle + 1, mask=searching, other=0).to(tl.int32)
+        low = tl.where(searching & (end <= token), middle + 1, low)
+        high = tl.where(searching & (end > token), middle, high)
+    return low
