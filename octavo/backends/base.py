@@ -1,7 +1,7 @@
 """What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
@@ -27,6 +27,7 @@ class AttentionCall:
     """Rows per query tile that the plan was made for; 0 where plan is None."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """A way to compute. Stateless: the instance in `BACKENDS` serves every call and thread."""
 
