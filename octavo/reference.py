@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from octavo.problem import AttentionSpec, PagedBatch
-from octavo.shapes import KeyCache, LogSumExp, Output, Queries, Tensor, ValueCache
+from octavo.shapes import KeyCache, Queries, Tensor, ValueCache
 
 LOG2_E = math.log2(math.e)
 
@@ -50,7 +50,7 @@ def reference(
     batch: PagedBatch,
     sm_scale: float | Tensor | None = None,
     rows: Sequence[int] | None = None,
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 on the CPU, for all token rows or for `rows` only (then in that order).
 
     Keys that a row does not see are not read for it, so poison there cannot reach the result.
