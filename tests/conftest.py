@@ -1,0 +1,31 @@
+"""Fixtures of all tests. Octavo's internals are imported under jaxtyping's checker, so their shape annotations are tested."""
+
+from jaxtyping import install_import_hook
+
+# Not the public modules: a wrong argument must meet octavo's own error, which says how to fix it, before this one.
+CHECKED_MODULES = ("octavo.backends", "octavo.ops", "octavo.reference")
+install_import_hook(CHECKED_MODULES, "beartype.beartype")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from targets import Target, targets  # noqa: E402
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+hypothesis.settings.register_profile("octavo", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.load_profile("octavo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
+    for item in items:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("heavy"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=targets())
+def backend(request: pytest.FixtureRequest) -> Target:
+    """Each backend that can run here, with its device."""
+    return request.param
