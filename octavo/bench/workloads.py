@@ -1,6 +1,7 @@
 """Serving batches as data: lengths from JSON lines, tensors made from them, and the work that they stand for."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -28,7 +29,7 @@ class Workload:
                 f"{self.name}: expected as many kv_lens as qo_lens ({len(self.qo_lens)}), got {len(self.kv_lens)}; "
                 "fix: both hold one length per sequence"
             )
-        if any(not isinstance(n, int) or n < 0 for n in (*self.qo_lens, *self.kv_lens)):
+        if any(type(n) is not int or n < 0 for n in (*self.qo_lens, *self.kv_lens)):
             raise ValueError(f"{self.name}: expected lengths >= 0; fix: qo_lens and kv_lens are lists of counts")
 
     @property
@@ -50,13 +51,16 @@ class Workload:
         rows = self.num_tokens * spec.num_qo_heads * ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize + 4)
         return kv + rows + 4 * -(-seen // spec.page_size)
 
-    def shrunk(self, max_pairs: int) -> "Workload":
-        """The same shape with all lengths divided by one factor so that at most about `max_pairs` remain visible."""
+    def shrunk(self, max_pairs: int, max_lengths: int | None = None) -> "Workload":
+        """The same shape with all lengths divided by one factor: at most about `max_pairs` visible pairs remain, and at most
+        about `max_lengths` query tokens plus keys. No length above zero becomes zero.
+        """
         factor = (self.visible_pairs() / max_pairs) ** 0.5
+        if max_lengths is not None:
+            factor = max(factor, (self.num_tokens + sum(self.kv_lens)) / max_lengths)
         if factor <= 1:
             return self
-        qo = tuple(-(-n // max(1, round(factor))) if n else 0 for n in self.qo_lens)
-        kv = tuple(-(-n // max(1, round(factor))) if n else 0 for n in self.kv_lens)
+        qo, kv = (tuple(math.ceil(n / factor) for n in lengths) for lengths in (self.qo_lens, self.kv_lens))
         return replace(self, qo_lens=qo, kv_lens=kv)
 
 
@@ -116,7 +120,11 @@ def make_inputs(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=spec.dtype, generator=generator)
 
-    ids = torch.randperm(total, device=device, generator=generator)[:used] if scattered else torch.arange(used, device=device)
+    ids = (
+        torch.randperm(total, device=device, generator=generator)[:used]
+        if scattered
+        else torch.arange(used, device=device)
+    )
     last = [n - (p - 1) * spec.page_size if p else 0 for n, p in zip(workload.kv_lens, pages, strict=True)]
     batch = PagedBatch.csr(
         _indptr(workload.qo_lens, device),
