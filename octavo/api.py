@@ -7,7 +7,16 @@ from octavo.backends import Choice, arch_of, resolve
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Indptr, KeyCache, LogSumExp, Output, PageIds, PerSequence, Queries, Tensor, ValueCache
-from octavo.validation import check_batch, check_call, check_device, check_outputs, check_scale, check_values, fail, spec_of
+from octavo.validation import (
+    check_batch,
+    check_call,
+    check_device,
+    check_outputs,
+    check_scale,
+    check_values,
+    fail,
+    spec_of,
+)
 
 
 def run(
@@ -99,8 +108,8 @@ class BatchAttention:
     Args:
         spec: the static problem.
         device: where the batches live; None is the current CUDA device, or the CPU where there is none.
-        max_tokens: upper bound on query tokens (rows of q). With max_sequences it sizes the workspace once, which is what
-            CUDA graphs need; without, `plan` needs num_tokens on a GPU and the workspace grows.
+        max_tokens: upper bound on query tokens (rows of q). With max_sequences it sizes the workspace once, as CUDA
+            graphs need; without, `plan` needs num_tokens on a GPU and the workspace grows.
         max_sequences: upper bound on sequences.
         backend: name of the backend to use; None chooses.
 

@@ -6,7 +6,16 @@ from octavo import ops
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import NewKeys, NewValues
-from octavo.validation import check_batch, check_cache, check_device, check_last_dim, check_no_grad, check_shape, check_values, fail
+from octavo.validation import (
+    check_batch,
+    check_cache,
+    check_device,
+    check_last_dim,
+    check_no_grad,
+    check_shape,
+    check_values,
+    fail,
+)
 
 
 def append(k: NewKeys, v: NewValues, kv: PagedKV, batch: PagedBatch, *, validate: bool = False) -> None:
@@ -18,8 +27,8 @@ def append(k: NewKeys, v: NewValues, kv: PagedKV, batch: PagedBatch, *, validate
         kv: the cache, written in place.
         batch: page tables in which each sequence's length already counts its new tokens: token i of a sequence goes to
             position kv_len - q_len + i. Tokens at negative positions, and rows past qo_indptr[-1], are not written.
-        validate: also check index values on a GPU, which synchronises; on the CPU they always are. Without it, a page id
-            outside the cache is skipped on a GPU.
+        validate: also check index values on a GPU, which synchronises; on the CPU they always are. Without it, a page
+            id outside the cache is skipped on a GPU.
 
     Raises:
         ValueError, TypeError: what was expected, what came, how to fix it; nothing is written.

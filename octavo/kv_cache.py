@@ -1,4 +1,4 @@
-"""PagedKV: the one place where storage layouts exist. Everything behind it sees [pages, page_size, kv_heads, dim] views."""
+"""PagedKV: the one place where layouts exist. Everything behind it sees [pages, page_size, kv_heads, dim] views."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ def _canonical(x: Tensor, layout: str) -> Tensor:
 
 def _check(x: object, name: str, rank: int, layout: str) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}; fix: NHD is [pages, page_size, heads, dim]")
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}; fix: NHD is page_size before heads")
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}; fix: pass the cache tensor itself")
     if x.dim() != rank:
@@ -25,7 +25,7 @@ class PagedKV:
     """A paged K/V cache as two strided views; no constructor copies anything.
 
     Args:
-        k_cache: [pages, page_size, kv_heads, head_dim] for layout "NHD", [pages, kv_heads, page_size, head_dim] for "HND".
+        k_cache: [pages, page_size, kv_heads, head_dim] for "NHD", [pages, kv_heads, page_size, head_dim] for "HND".
         v_cache: the same with value_dim. Strides may differ from k_cache's; the last dimension must be contiguous.
         layout: "NHD" or "HND". After construction `k_cache` and `v_cache` are NHD views.
 

@@ -12,7 +12,9 @@ from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import LogSumExp, Output, Tensor
 from octavo.validation import spec_of
 
-_INPUTS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor?[] batch, Tensor? plan, Tensor? scale_tensor, float sm_scale"
+_INPUTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor?[] batch, Tensor? plan, Tensor? scale_tensor, float sm_scale"
+)
 _OPTIONS = "bool causal=True, str backend='', int block_m=0"
 _SCHEMAS = (
     f"attention({_INPUTS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -61,9 +63,7 @@ def _attention_out(
     spec = spec_of(q, PagedKV(k_cache, v_cache), causal)
     chosen = resolve(spec, arch_of(q.device), backend or None).backend
     paged = _unpack_batch(batch)
-    chosen.attend(
-        AttentionCall(spec, paged, q, k_cache, v_cache, out, lse, sm_scale, scale_tensor, plan, block_m)
-    )
+    chosen.attend(AttentionCall(spec, paged, q, k_cache, v_cache, out, lse, sm_scale, scale_tensor, plan, block_m))
 
 
 def _attention(
@@ -96,7 +96,8 @@ def _plan(
     backend: str,
     block_m: int,
 ) -> None:
-    spec = AttentionSpec(*shape, causal=causal, dtype=dtype)
+    num_qo_heads, num_kv_heads, head_dim, value_dim, page_size = shape
+    spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim, value_dim, page_size, causal, dtype)
     chosen = resolve(spec, arch_of(plan.device), backend or None).backend
     chosen.plan(spec, _unpack_batch(batch), num_tokens, block_m, plan)
 

@@ -1,4 +1,4 @@
-"""The one validator. Shapes, dtypes, devices and strides are always checked; values where reading them is free or asked for."""
+"""The one validator: shapes, dtypes, devices, strides always; values where reading them is free or asked for."""
 
 import math
 
@@ -103,7 +103,7 @@ def check_no_grad(**tensors: Tensor) -> None:
     if torch.is_grad_enabled():
         for name, x in tensors.items():
             if x.requires_grad:
-                fail(name, "no gradient (octavo computes no backward pass)", "requires_grad=True", "use torch.no_grad()")
+                fail(name, "no gradient (there is no backward pass)", "requires_grad=True", "use torch.no_grad()")
 
 
 def check_scale(sm_scale: float | Tensor | None, default: float, device: torch.device) -> tuple[float, Tensor | None]:

@@ -26,7 +26,7 @@ def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None)
     """
     names = [b.name for b in BACKENDS]
     if override and override not in names:
-        raise ValueError(f"backend: expected one of {names}, got {override!r}; fix: leave it out to choose automatically")
+        raise ValueError(f"backend: expected one of {names}, got {override!r}; fix: leave it out to let octavo choose")
     chosen, rejected = None, []
     for backend in BACKENDS:
         reason = backend.reject(spec, arch)

@@ -27,10 +27,3 @@ def arch_of(device: torch.device) -> Arch:
     if device.type == "cpu":
         return Arch("interpreter" if interpreting() else "cpu")
     raise ValueError(f"device: expected cpu or cuda tensors, got {device}; fix: move them to one of these")
-
-
-def shared_bytes(arch: Arch) -> int:
-    """Shared memory that one program may take, with room for what the compiler adds (CUDA programming guide, table 30)."""
-    if arch.kind == "hip":
-        return 60 * 1024
-    return {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224}.get(arch.sm, 96) * 1024

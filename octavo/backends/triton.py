@@ -5,7 +5,7 @@ import importlib.util
 import torch
 
 from octavo import work_item
-from octavo.backends.arch import arch_of, shared_bytes
+from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.planning.schedule import max_items
 from octavo.planning.tiles import next_power_of_2, rows_per_tile, tile_config
@@ -47,15 +47,7 @@ class TritonBackend:
             *_table(batch),
             num_tokens,
             batch.num_sequences,
-            GROUP=spec.group_size,
-            HKV=spec.num_kv_heads,
-            PAGE_SIZE=spec.page_size,
-            BLOCK_M=block_m,
-            CAUSAL=spec.causal,
-            DENSE=batch.is_dense,
-            OWN=OWN_SEQUENCES,
-            OTHERS=OTHER_SEQUENCES,
-            ITEMS=ITEMS_AT_ONCE,
+            **plan_constants(spec, block_m, batch.is_dense),
         )
 
     def attend(self, call: AttentionCall) -> None:
@@ -96,13 +88,7 @@ class TritonBackend:
             v.stride()[:2],
             k_cache.stride()[:3],
             v_cache.stride()[:3],
-            PAGE_SIZE=k_cache.shape[1],
-            DENSE=batch.is_dense,
-            D=head_dim,
-            DV=v.shape[2],
-            D_PADDED=next_power_of_2(head_dim),
-            DV_PADDED=next_power_of_2(v.shape[2]),
-            BLOCK_T=APPEND_TOKENS,
+            **append_constants(k_cache.shape[1], head_dim, v.shape[2], batch.is_dense),
         )
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
@@ -122,26 +108,76 @@ class TritonBackend:
             out.stride()[:2],
             lse.stride(),
             num_rows,
-            HEADS=num_heads,
-            DIM=dim,
-            PADDED=next_power_of_2(dim),
-            BLOCK_R=MERGE_ROWS,
+            **merge_constants(num_heads, dim),
         )
 
 
 def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-    """Where the lengths are: qo_indptr, kv_indptr or kv_lens, last_page_len, row stride and entries of the page table."""
+    """Where the lengths are: qo_indptr, kv_indptr or kv_lens, last_page_len, page table row stride and entries."""
     if batch.kv_lens is not None:
         return batch.qo_indptr, batch.kv_lens, None, batch.page_table.stride(0), batch.page_table.shape[1]
     assert batch.kv_indptr is not None
     return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
 
 
+def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, int]:
+    return {
+        "GROUP": spec.group_size,
+        "HKV": spec.num_kv_heads,
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_M": block_m,
+        "CAUSAL": spec.causal,
+        "DENSE": dense,
+        "OWN": OWN_SEQUENCES,
+        "OTHERS": OTHER_SEQUENCES,
+        "ITEMS": ITEMS_AT_ONCE,
+    }
+
+
+def attention_constants(
+    spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool
+) -> tuple[dict[str, int | str], dict[str, int]]:
+    """(constexprs, compiler options) of the attention kernel."""
+    tile = tile_config(spec, block_m, arch)
+    constants: dict[str, int | str] = {
+        "GROUP": spec.group_size,
+        "CAUSAL": spec.causal,
+        "SAME_STRIDES": same_strides,
+        "D": spec.head_dim,
+        "DV": spec.v_dim,
+        "D_PADDED": next_power_of_2(spec.head_dim),
+        "DV_PADDED": next_power_of_2(spec.v_dim),
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "NUM_STAGES": tile.num_stages,
+        "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
+    }
+    return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def append_constants(page_size: int, head_dim: int, value_dim: int, dense: bool) -> dict[str, int]:
+    return {
+        "PAGE_SIZE": page_size,
+        "DENSE": dense,
+        "D": head_dim,
+        "DV": value_dim,
+        "D_PADDED": next_power_of_2(head_dim),
+        "DV_PADDED": next_power_of_2(value_dim),
+        "BLOCK_T": APPEND_TOKENS,
+    }
+
+
+def merge_constants(num_heads: int, dim: int) -> dict[str, int]:
+    return {"HEADS": num_heads, "DIM": dim, "PADDED": next_power_of_2(dim), "BLOCK_R": MERGE_ROWS}
+
+
 def _launch_attention(call: AttentionCall, plan: Tensor, block_m: int) -> None:
     from octavo.kernels.attention import attention_kernel
 
     spec = call.spec
-    config = tile_config(spec, block_m, shared_bytes(arch_of(call.q.device)))
+    same_strides = call.k_cache.stride() == call.v_cache.stride()
+    constants, options = attention_constants(spec, block_m, arch_of(call.q.device), same_strides)
     items = (plan.numel() - work_item.HEADER_WORDS) // work_item.ITEM_WORDS
     attention_kernel[(items,)](
         call.q,
@@ -160,17 +196,6 @@ def _launch_attention(call: AttentionCall, plan: Tensor, block_m: int) -> None:
         call.v_cache.stride()[:3],
         call.out.stride()[:2],
         call.lse.stride(),
-        GROUP=spec.group_size,
-        CAUSAL=spec.causal,
-        D=spec.head_dim,
-        DV=spec.v_dim,
-        D_PADDED=next_power_of_2(spec.head_dim),
-        DV_PADDED=next_power_of_2(spec.v_dim),
-        PAGE_SIZE=spec.page_size,
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        NUM_STAGES=config.num_stages,
-        PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **constants,
+        **options,
     )

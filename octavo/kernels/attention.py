@@ -19,12 +19,12 @@ from octavo.kernels.plan import (
     ROW_BEGIN,
     visible_keys,
 )
-from octavo.kernels.primitives import finish_softmax, key_offsets, load_tile, online_softmax_step
+from octavo.kernels.primitives import finish_softmax, key_offsets, key_pages, load_tile, online_softmax_step
 
 
 @triton.jit
 def attend_keys(acc, m, l, q, k_cache, v_cache, page_table, position, num_pages, begin, end, limit, key_end, scale,
-                k_strides, v_strides, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                k_strides, v_strides, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
                 BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Fold keys [begin, end) into (acc, m, l). Row r sees keys below limit[r]; without MASKED every row sees them all."""
     d = tl.arange(0, q.shape[1])
@@ -33,13 +33,15 @@ def attend_keys(acc, m, l, q, k_cache, v_cache, page_table, position, num_pages,
         keys = start + tl.arange(0, BLOCK_N)
         # Positions past the item's last key repeat it: what lies there must not be read, and 0 * NaN is NaN.
         safe = tl.minimum(keys, key_end - 1) if MASKED else keys
-        offsets = key_offsets(page_table, position, safe, num_pages, k_strides[0], k_strides[1], PAGE_SIZE)
+        pages = key_pages(page_table, position, safe, num_pages, PAGE_SIZE)
+        offsets = key_offsets(pages, safe, k_strides, PAGE_SIZE)
         k = load_tile(k_cache, offsets, d, D, q.shape[1])
         logits = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if MASKED:
             logits = tl.where(keys[None, :] < limit[:, None], logits, float("-inf"))
         p, alpha, m, l = online_softmax_step(logits, m, l)
-        offsets = key_offsets(page_table, position, safe, num_pages, v_strides[0], v_strides[1], PAGE_SIZE)
+        if not SAME_STRIDES:
+            offsets = key_offsets(pages, safe, v_strides, PAGE_SIZE)
         v = load_tile(v_cache, offsets, dv, DV, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, l
@@ -49,7 +51,7 @@ def attend_keys(acc, m, l, q, k_cache, v_cache, page_table, position, num_pages,
 def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV: tl.constexpr):
     dv = tl.arange(0, values.shape[1])
     offsets = tokens.to(tl.int64) * out_strides[0] + heads * out_strides[1]
-    mask = inside[:, None] if DV == values.shape[1] else inside[:, None] & (dv[None, :] < DV)
+    mask = inside[:, None] if values.shape[1] == DV else inside[:, None] & (dv[None, :] < DV)
     tl.store(out + offsets[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + tokens.to(tl.int64) * lse_strides[0] + heads * lse_strides[1], lse_values, mask=inside)
 
@@ -57,7 +59,7 @@ def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides,
 @triton.jit(do_not_specialize=["num_tokens", "num_pages"], do_not_specialize_on_alignment=["plan", "page_table", "lse"])
 def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
                      q_strides, k_strides, v_strides, out_strides, lse_strides,
-                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr,
+                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr,
                      DV_PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                      NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Strides are in elements: q, out, lse (token, head); caches (page, token in page, head)."""
@@ -97,15 +99,15 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
     scale = tl.abs(scale) * 1.4426950408889634
 
     seen = visible_keys(token_in_sequence, q_len, kv_len, CAUSAL)
-    limit = tl.zeros_like(token_in_sequence) + tl.minimum(seen, key_end)
+    limit = tl.minimum(seen, key_end)
     l = tl.zeros([BLOCK_M], tl.float32)
     k_head, v_head = k_cache + kv_head.to(tl.int64) * k_strides[2], v_cache + kv_head.to(tl.int64) * v_strides[2]
     middle = key_begin + (tl.maximum(full_end - key_begin, 0) // BLOCK_N) * BLOCK_N
     acc, m, l = attend_keys(acc, m, l, q, k_head, v_head, page_table, position, num_pages, key_begin, middle, limit,
-                            key_end, scale, k_strides, v_strides, False, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
+                            key_end, scale, k_strides, v_strides, False, SAME_STRIDES, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
                             PRECISION)  # fmt: skip
     acc, m, l = attend_keys(acc, m, l, q, k_head, v_head, page_table, position, num_pages, middle, key_end, limit,
-                            key_end, scale, k_strides, v_strides, True, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
+                            key_end, scale, k_strides, v_strides, True, SAME_STRIDES, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
                             PRECISION)  # fmt: skip
     values, lse_values = finish_softmax(acc, m, l)
     store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)

@@ -38,8 +38,10 @@ def items_of(q_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexp
 def visible_keys(token, q_len, kv_len, CAUSAL: tl.constexpr):
     """Keys that a token sees: causal is bottom-right aligned."""
     if CAUSAL:
-        return tl.minimum(tl.maximum(token + kv_len - q_len + 1, 0), kv_len)
-    return kv_len
+        seen = tl.minimum(tl.maximum(token + kv_len - q_len + 1, 0), kv_len)
+    else:
+        seen = tl.zeros_like(token) + kv_len
+    return seen
 
 
 @triton.jit
@@ -71,16 +73,16 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
     """Grid (sequences and padding / OWN, writers): a program places OWN sequences and writes every writers-th chunk of
     ITEMS of their items."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    _, own_q_len, own_kv_len, _ = sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens,
-                                                 num_sequences, own, PAGE_SIZE, DENSE)  # fmt: skip
+    own_start, own_q_len, own_kv_len, own_position = sequence_shape(
+        qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, own, PAGE_SIZE, DENSE)  # fmt: skip
     own_items = items_of(own_q_len, GROUP, HKV, BLOCK_M)
 
     place = tl.zeros([OWN], tl.int32)
     total = 0
     for start in range(0, num_sequences + 1, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        _, q_len, kv_len, _ = sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens,
-                                             num_sequences, other, PAGE_SIZE, DENSE)  # fmt: skip
+        other_start, q_len, kv_len, other_position = sequence_shape(
+            qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, other, PAGE_SIZE, DENSE)  # fmt: skip
         items = items_of(q_len, GROUP, HKV, BLOCK_M)
         longer = kv_len[None, :] > own_kv_len[:, None]
         equal = kv_len[None, :] == own_kv_len[:, None]

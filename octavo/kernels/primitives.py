@@ -39,15 +39,19 @@ def sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_
 
 
 @triton.jit
-def key_offsets(page_table, position, keys, num_pages, stride_page, stride_token, PAGE_SIZE: tl.constexpr):
-    """64-bit element offsets of keys in a cache, through the page table. A bad page id is clamped into the cache."""
-    if PAGE_SIZE == 1:
-        page = tl.load(page_table + position + keys).to(tl.int64)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-        return page * stride_page
+def key_pages(page_table, position, keys, num_pages, PAGE_SIZE: tl.constexpr):
+    """64-bit page ids of keys. A bad id is clamped into the cache."""
     page = tl.load(page_table + position + keys // PAGE_SIZE).to(tl.int64)
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-    return page * stride_page + (keys % PAGE_SIZE) * stride_token.to(tl.int64)
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1)
+
+
+@triton.jit
+def key_offsets(pages, keys, strides, PAGE_SIZE: tl.constexpr):
+    """64-bit element offsets of keys in a cache with strides (page, token in page, head)."""
+    offsets = pages * strides[0]
+    if PAGE_SIZE > 1:
+        offsets += (keys % PAGE_SIZE).to(tl.int64) * strides[1]
+    return offsets
 
 
 @triton.jit
@@ -55,8 +59,10 @@ def load_tile(pointer, offsets, columns, DIM: tl.constexpr, PADDED: tl.constexpr
     """Rows at `offsets`, DIM elements each; columns from DIM to PADDED are zero."""
     pointers = pointer + offsets[:, None] + columns[None, :]
     if DIM == PADDED:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
+    return tile
 
 
 @triton.jit

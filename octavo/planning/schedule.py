@@ -57,8 +57,8 @@ def schedule(spec: AttentionSpec, shapes: Sequence[SequenceShape], block_m: int)
     """Items in the order in which they are taken.
 
     Sequences with the most keys first: they hold the longest items, and what is left at the end is short. Inside a
-    sequence K/V heads one after the other, so that the tiles that share K/V run together and find them in the L2; inside
-    a head the last tile, which sees the most keys, first.
+    sequence K/V heads one after the other, so that tiles that share K/V run together and find them in the L2; inside a
+    head the last tile, which sees the most keys, first.
     """
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i].kv_len, i))
     return [item for i in order for item in sequence_items(spec, shapes[i], i, block_m)]

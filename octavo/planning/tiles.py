@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.problem import AttentionSpec
+from octavo.problem import Arch, AttentionSpec
 
 SMALL_ROWS, MEDIUM_ROWS, LARGE_ROWS = 16, 64, 128
+ASYNC_TENSOR_CORES = (90, 100, 103)  # wgmma and tcgen05 take operands from shared memory
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,44 @@ def rows_per_tile(spec: AttentionSpec, num_tokens: int, num_sequences: int) -> i
     16 is the least that tensor cores take; 128 reuses K/V most. Three classes only, so that few kernels are compiled.
     """
     mean_rows = num_tokens * spec.group_size / max(num_sequences, 1)
-    if mean_rows <= SMALL_ROWS:
+    if mean_rows <= SMALL_ROWS or _is_precise(spec):
         return SMALL_ROWS
-    return MEDIUM_ROWS if mean_rows <= MEDIUM_ROWS or _is_wide(spec) else LARGE_ROWS
+    return MEDIUM_ROWS if mean_rows <= MEDIUM_ROWS or is_wide(spec) else LARGE_ROWS
 
 
-def _is_wide(spec: AttentionSpec) -> bool:
-    """128 rows of float32 accumulators this wide, or of float32 inputs, do not fit the registers."""
-    return max(spec.head_dim, spec.v_dim) > 128 or spec.dtype == torch.float32
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether accumulators of 128 rows do not fit the registers."""
+    return max(spec.head_dim, spec.v_dim) > 128
 
 
-def tile_config(spec: AttentionSpec, block_m: int, shared_bytes: int) -> TileConfig:
-    """The largest key block and deepest pipeline whose K, V and Q tiles fit `shared_bytes` of shared memory."""
+def _is_precise(spec: AttentionSpec) -> bool:
+    """Whether a product is three tf32 ones, whose operands take registers."""
+    return spec.dtype == torch.float32
+
+
+def tile_config(spec: AttentionSpec, block_m: int, arch: Arch) -> TileConfig:
+    """The largest key block and deepest pipeline whose tiles fit the shared memory and registers of `arch`."""
     width = next_power_of_2(spec.head_dim) + next_power_of_2(spec.v_dim)
     q_bytes = block_m * next_power_of_2(spec.head_dim) * spec.dtype.itemsize
-    for block_n, num_stages in ((128, 3), (64, 3), (128, 2), (64, 2), (32, 3), (32, 2), (16, 2)):
-        too_wide = block_n > 64 and (width > 256 or block_m < LARGE_ROWS)
-        too_precise = block_n > 32 and spec.dtype == torch.float32
-        if not too_wide and not too_precise and q_bytes + num_stages * block_n * width * spec.dtype.itemsize <= shared_bytes:
-            return TileConfig(block_m, block_n, 8 if block_m == LARGE_ROWS else 4, num_stages)
-    return TileConfig(block_m, 16, 4, 1)
+    num_warps = 8 if block_m == LARGE_ROWS or (is_wide(spec) and (block_m == MEDIUM_ROWS or _is_precise(spec))) else 4
+    for block_n, num_stages in _key_blocks(spec, block_m, arch):
+        if q_bytes + num_stages * block_n * width * spec.dtype.itemsize <= shared_bytes(arch):
+            return TileConfig(block_m, block_n, num_warps, num_stages)
+    return TileConfig(block_m, 16, num_warps, 1)
+
+
+def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[int, int], ...]:
+    """(keys, pipeline stages) to try, best first; shorter where longer ones would spill registers."""
+    if _is_precise(spec):
+        return ((32, 2), (16, 2))
+    operands_in_registers = arch.sm not in ASYNC_TENSOR_CORES
+    if operands_in_registers and block_m >= MEDIUM_ROWS and max(spec.head_dim, spec.v_dim) > 64:
+        return ((32, 3), (32, 2), (16, 2))
+    return ((64, 3), (64, 2), (32, 2), (16, 2))
+
+
+def shared_bytes(arch: Arch) -> int:
+    """Shared memory that one program may take, less what the compiler adds (CUDA programming guide, table 30)."""
+    if arch.kind == "hip":
+        return 60 * 1024
+    return {80: 160, 87: 160, 90: 224, 100: 224, 103: 224}.get(arch.sm, 96) * 1024
