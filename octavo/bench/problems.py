@@ -1,0 +1,206 @@
+"""Benchmark problems as data: a batch, a spec and the order of its pages. Names say what they hold: "8x1k/4k"."""
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from octavo.bench.workloads import Workload
+from octavo.problem import AttentionSpec
+
+SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=4, head_dim=128)
+"""The problem of most rows: a group of 8, bfloat16, page_size 1."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One benchmark case. `name` is unique within a run; `seed` draws the tensors and the page order."""
+
+    name: str
+    workload: Workload
+    spec: AttentionSpec = SPEC
+    scattered: bool = True
+    seed: int = 0
+
+    @property
+    def pages(self) -> str:
+        return "scattered" if self.scattered else "consecutive"
+
+    @property
+    def flops(self) -> int:
+        return self.workload.flops(self.spec)
+
+    @property
+    def bytes(self) -> int:
+        return self.workload.bytes(self.spec)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "qo_lens": list(self.workload.qo_lens),
+            "kv_lens": list(self.workload.kv_lens),
+            "source": self.workload.source,
+            "spec": spec_as_json(self.spec),
+            "scattered": self.scattered,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Problem":
+        workload = Workload(row["name"], tuple(row["qo_lens"]), tuple(row["kv_lens"]), row["source"])
+        return cls(row["name"], workload, spec_from_json(row["spec"]), row["scattered"], row["seed"])
+
+
+def spec_as_json(spec: AttentionSpec) -> dict[str, Any]:
+    return {**asdict(spec), "dtype": str(spec.dtype).removeprefix("torch.")}
+
+
+def spec_from_json(row: Mapping[str, Any]) -> AttentionSpec:
+    return AttentionSpec(**{**row, "dtype": getattr(torch, row["dtype"])})
+
+
+_COUNT = r"\d+k?"
+_LENGTHS = rf"{_COUNT}(?:\.\.{_COUNT})?"
+_NAME = re.compile(rf"(?:[a-z ]+ )?(?:(?P<n>\d+)x)?(?P<q>{_LENGTHS})/(?P<k>{_LENGTHS})")
+
+
+def parse_case(name: str) -> Workload:
+    """The batch that a name like "8x1k/4k" stands for: 8 sequences of 1024 queries over 4096 keys.
+
+    "64x1..64/1k..8k" draws each length uniformly, always the same; words before it ("decode 16x1/4k") only label it.
+
+    >>> parse_case("decode 2x1/4k").kv_lens
+    (4096, 4096)
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(
+            f"case: expected [label] [COUNTx]QUERIES/KEYS with numbers, ranges a..b and k for 1024, got {name!r}; "
+            'fix: write it like "8x1k/4k" or "decode 64x1/4k"'
+        )
+    count, rng = int(found["n"] or 1), random.Random(0)
+    qo = [rng.randint(*_range(found["q"])) for _ in range(count)]
+    kv = [rng.randint(*_range(found["k"])) for _ in range(count)]
+    return Workload(name, tuple(qo), tuple(kv), "synthetic")
+
+
+def _range(text: str) -> tuple[int, int]:
+    ends = [int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split("..")]
+    return ends[0], ends[-1]
+
+
+ROWS = (
+    "1x16/16",
+    "1x128/128",
+    "1x1k/1k",
+    "1x4k/4k",
+    "1x8k/8k",
+    "1x16k/16k",
+    "1x512/8k",
+    "1x2k/32k",
+    "8x1k/4k",
+    "16x128/8k",
+    "64x1..64/1k..8k",
+    "decode 1x1/32k",
+    "decode 16x1/4k",
+    "decode 64x1/4k",
+    "decode 256x1/2k",
+    "dead 12383/1",
+)
+"""What every change is measured on. "dead": 12383 queries of which one sees a key."""
+
+QUICK_ROWS = ("1x128/128", "1x1k/1k", "8x1k/4k", "decode 64x1/4k", "dead 12383/1")
+CPU_ROWS = ("1x128/128", "1x512/2k", "4x64/1k", "decode 8x1/2k", "dead 512/1")
+QUICK_CPU_ROWS = ("1x64/64", "2x32/256", "decode 4x1/512", "dead 256/1")
+
+_GROUPS = ((32, 32), (32, 8), (32, 4), (64, 8), (40, 8), (28, 4), (24, 2), (16, 1))
+_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_SQUARES = ("128", "256", "512", "1k", "2k", "4k", "8k", "16k", "32k")
+
+SETS = ("rows", "batch", "keys", "page", "heads", "dim")
+
+
+def problem_set(name: str, spec: AttentionSpec, *, device: str = "cuda", quick: bool = False) -> list[Problem]:
+    """The problems of one set: "rows", or a sweep over batch size, keys, page size, heads or head dims."""
+    if name == "rows":
+        gpu, cpu = (QUICK_ROWS, QUICK_CPU_ROWS) if quick else (ROWS, CPU_ROWS)
+        return named(gpu if device == "cuda" else cpu, spec)
+    return _SWEEPS[name](spec, _SweepScale.of(device, quick))
+
+
+@dataclass(frozen=True)
+class _SweepScale:
+    """What a sweep runs over: smaller on a CPU, fewer points when quick."""
+
+    prefill: str
+    decode: str
+    top: int
+    """Longest square problem of the keys sweep, largest batch of the batch sweep times 128."""
+    step: int
+
+    @classmethod
+    def of(cls, device: str, quick: bool) -> "_SweepScale":
+        step = 2 if quick else 1
+        return cls("8x1k/4k", "64x1/4k", 32768, step) if device == "cuda" else cls("2x64/256", "4x1/512", 1024, step)
+
+
+def named(names: Iterable[str], spec: AttentionSpec) -> list[Problem]:
+    return [Problem(name, parse_case(name), spec) for name in names]
+
+
+def _batch_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n * 128 <= scale.top][:: scale.step]
+    keys = scale.decode.split("/")[1]
+    return named([f"decode {n}x1/{keys}" for n in sizes], spec)
+
+
+def _keys_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    lengths = [n for n in _SQUARES if _range(n)[0] <= scale.top][:: scale.step]
+    return named([f"1x{n}/{n}" for n in lengths], spec)
+
+
+def _vary(scale: _SweepScale, specs: Mapping[str, AttentionSpec]) -> list[Problem]:
+    cases = (scale.prefill, f"decode {scale.decode}")
+    chosen = list(specs.items())[:: scale.step]
+    return [Problem(f"{case} {label}", parse_case(case), spec) for label, spec in chosen for case in cases]
+
+
+def _page_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    return _vary(scale, {f"page {n}": replace(spec, page_size=n) for n in (1, 2, 8, 16, 32, 64, 128)})
+
+
+def _heads_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    pairs = {f"heads {q}/{kv}": replace(spec, num_qo_heads=q, num_kv_heads=kv) for q, kv in _GROUPS}
+    return _vary(scale, pairs)
+
+
+def _dim_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    return _vary(scale, {f"dim {d}/{dv}": replace(spec, head_dim=d, value_dim=dv) for d, dv in _DIMS})
+
+
+_SWEEPS = {"batch": _batch_sweep, "keys": _keys_sweep, "page": _page_sweep, "heads": _heads_sweep, "dim": _dim_sweep}
+
+CPU_PAIRS = 1 << 20
+"""Visible pairs that a workload file's batch keeps on a CPU."""
+
+
+def from_workloads(workloads: Iterable[Workload], spec: AttentionSpec, *, device: str = "cuda") -> list[Problem]:
+    """Problems of a workload file. On a CPU long ones are shrunk, and their names say so."""
+    problems = []
+    for workload in workloads:
+        small = workload if device == "cuda" else workload.shrunk(CPU_PAIRS)
+        name = workload.name if small == workload else f"{workload.name} shrunk"
+        problems.append(Problem(name, replace(small, name=name), spec))
+    return problems
+
+
+def select(problems: Iterable[Problem], pattern: str | None = None) -> list[Problem]:
+    """Those whose name the regular expression finds, each name once."""
+    chosen: dict[str, Problem] = {}
+    for problem in problems:
+        if pattern is None or re.search(pattern, problem.name):
+            chosen.setdefault(problem.name, problem)
+    return list(chosen.values())

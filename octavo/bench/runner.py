@@ -1,0 +1,178 @@
+"""Runs requests in worker processes under a time limit, and says which implementation a hang or a fault belongs to."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import octavo
+from octavo.bench.problems import Problem
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], object]
+PACKAGE_ROOT = Path(octavo.__file__).resolve().parent.parent
+START_UP_S = 180.0
+"""Imports may take this long before the first stage; they are not what a case's limit is for."""
+
+
+class WorkerFailure(Exception):
+    """A worker process ended early. `blame` is the implementation that it was busy with, or ""."""
+
+    def __init__(self, message: str, blame: str) -> None:
+        super().__init__(message)
+        self.blame = blame
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cases of a run share."""
+
+    device: str = "cuda"
+    seconds: float = 0.25
+    """How long each thing is measured, about."""
+    limit_s: float = 120.0
+    peers: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    root: Path = PACKAGE_ROOT
+    """Folder that holds the `octavo` package to measure."""
+
+    def request(self, action: str, impls: list[str], **more: object) -> Event:
+        shared = {"device": self.device, "seconds": self.seconds, "peers": self.peers, "adapters": self.adapters}
+        return {"action": action, "impls": impls, "threads": self.threads, **shared, **more}
+
+
+def probe(settings: Settings, impls: list[str], dtype: str, on_event: OnEvent) -> Event:
+    """The device, its ceilings, and which implementations are there. One that breaks the import is reported absent."""
+    wanted = list(impls)
+    broken: dict[str, str] = {}
+    while True:
+        try:
+            for event in _run_worker(settings, settings.request("probe", wanted, dtype=dtype), on_event):
+                if event["event"] == "probe":
+                    return {**event, "absent": {**event["absent"], **broken}}
+            raise WorkerFailure("the worker ended without an answer", "")
+        except WorkerFailure as failure:
+            if failure.blame not in wanted:
+                raise
+            broken[failure.blame] = str(failure)
+            wanted.remove(failure.blame)
+
+
+def run_case(settings: Settings, problem: Problem, impls: list[str], on_event: OnEvent) -> Iterator[Event]:
+    """Events "result", "error" and "unsupported", one per implementation.
+
+    A hang or a fault costs the implementation it came from; the others are run again without it.
+    """
+    left = list(impls)
+    while left:
+        request = settings.request("case", left, problem=problem.as_json())
+        try:
+            for event in _run_worker(settings, request, on_event):
+                if event["event"] != "stage":
+                    left.remove(event["impl"])
+                    yield event
+            for name in left:
+                yield {"event": "error", "impl": name, "error": "the worker ended without an answer"}
+            return
+        except WorkerFailure as failure:
+            # An implementation that has answered already only broke the process for the rest.
+            blamed = [failure.blame] if failure.blame in left else ([] if failure.blame else left)
+            for name in blamed:
+                yield {"event": "error", "impl": name, "error": str(failure)}
+            left = [name for name in left if name not in blamed]
+
+
+def _run_worker(settings: Settings, request: Event, on_event: OnEvent) -> Iterator[Event]:
+    """The worker's events as they come. Raises WorkerFailure when it hangs or ends other than with 0."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(settings.root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "octavo.bench.worker"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            cwd=settings.root,  # -m puts it first on sys.path
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        stage: Event = {"impl": "", "stage": "start"}
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            _send(process.stdin, request)
+            for event in _lines(process.stdout, settings.limit_s):
+                if event["event"] == "stage":
+                    stage = event
+                on_event(event)
+                yield event
+            code = process.wait(settings.limit_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise WorkerFailure(f"{stage['stage']}: no end within the time limit", stage["impl"]) from None
+        finally:
+            _end(process)
+        if code:
+            raise WorkerFailure(f"{stage['stage']}: {_how_it_ended(code)}; {_last_line(log)}", stage["impl"])
+
+
+def _send(stdin: IO[bytes], request: Event) -> None:
+    try:
+        stdin.write(json.dumps(request).encode())
+        stdin.close()
+    except BrokenPipeError:
+        return  # the exit code and the log tell why it ended
+
+
+def _lines(stdout: IO[bytes], limit_s: float) -> Iterator[Event]:
+    """JSON lines until the end of the stream. Raises TimeoutError past the limit."""
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    limit = START_UP_S
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError from None
+        if line is None:
+            return
+        event = json.loads(line)
+        if limit != limit_s and event.get("stage") != "import":
+            limit = limit_s
+            deadline = time.monotonic() + limit
+        yield event
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the worker and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _how_it_ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0, os.SEEK_END)
+    log.seek(max(0, log.tell() - 4096))
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "nothing on stderr"

@@ -1,0 +1,193 @@
+"""One case in one process: `python -m octavo.bench.worker` reads a request from stdin and answers in JSON lines.
+
+A request is {"action": "probe" | "case", ...}; see `runner.py`. Answers go to the stdout that the process was started
+with; whatever a library prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from typing import Any, TextIO
+
+import torch
+
+import octavo
+from octavo.bench.gate import Gate
+from octavo.bench.implementations import Implementation, Prepared, Unsupported, find
+from octavo.bench.measure import Clock, Spread, Subject, clock_for, host_us, interleave
+from octavo.bench.problems import Problem
+from octavo.bench.roofline import measure_ceilings
+from octavo.bench.workloads import make_inputs
+from octavo.shapes import Tensor
+
+PROTOCOL = 1
+Emit = Callable[..., None]
+
+
+def main() -> int:
+    emit = _emitter()
+    request = json.load(sys.stdin)
+    device = torch.device(request["device"])
+    if request.get("threads"):
+        torch.set_num_threads(request["threads"])
+    report = partial(emit, "stage", stage="import")
+    present, absent = find(
+        request["impls"], request.get("peers"), request.get("adapters"), lambda name: report(impl=name)
+    )
+    if request["action"] == "probe":
+        emit("probe", **_probe(device, request["dtype"], present, absent))
+        return 0
+    for name, reason in absent.items():
+        emit("error", impl=name, error=f"cannot be imported: {reason}")
+    with torch.no_grad():
+        return _Case(Problem.from_json(request["problem"]), device, request["seconds"], emit).run(present)
+
+
+def _emitter() -> Emit:
+    """A function that writes one JSON line to the original stdout; file descriptor 1 now leads to stderr."""
+    answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def emit(event: str, **fields: object) -> None:
+        answers.write(json.dumps({"event": event, **fields}) + "\n")
+
+    return emit
+
+
+def _probe(
+    device: torch.device, dtype: str, present: Mapping[str, Implementation], absent: Mapping[str, str]
+) -> dict[str, Any]:
+    ceilings = measure_ceilings(device, getattr(torch, dtype))
+    return {
+        "protocol": PROTOCOL,
+        "card": _card(device),
+        "ceilings": {"tflops": ceilings.flops_per_s / 1e12, "gbps": ceilings.bytes_per_s / 1e9},
+        "libraries": _libraries(),
+        "present": {name: dict(found.versions) for name, found in present.items()},
+        "absent": dict(absent),
+    }
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _libraries() -> dict[str, str]:
+    """Versions of what every implementation runs on."""
+    found = {"octavo": octavo.__version__, "torch": torch.__version__}
+    for name in ("triton", "nvidia-cudnn-cu13"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+class _Case:
+    """Prepare, check and time every implementation of one problem."""
+
+    def __init__(self, problem: Problem, device: torch.device, seconds: float, emit: Emit) -> None:
+        self.device, self.seconds, self.emit = device, seconds, emit
+        self.clock: Clock = clock_for(device)
+        inputs = make_inputs(problem.workload, problem.spec, device, seed=problem.seed, scattered=problem.scattered)
+        self.gate = Gate.of(inputs)
+        self._stage = ("", "")
+        self._outs: dict[str, Tensor] = {}
+
+    def run(self, implementations: Mapping[str, Implementation]) -> int:
+        """0, or 3 when an implementation broke the device for this process; the caller then goes on without it."""
+        ready: dict[str, Prepared] = {}
+        for name, implementation in implementations.items():
+            try:
+                ready[name] = self._prepare(implementation)
+            except Unsupported as reason:
+                self.emit("unsupported", impl=name, reason=str(reason))
+            except Exception as error:  # one implementation's failure must not lose the others
+                self.emit("error", impl=name, error=f"{self._stage[1]}: {type(error).__name__}: {error}"[:600])
+                if not self._device_alive():
+                    return 3
+        spreads = interleave(_subjects(ready), self.clock, self.seconds, lambda name: self._enter(name, "time"))
+        for name, prepared in ready.items():
+            self.emit("result", impl=name, **self._result(name, prepared, spreads))
+        return 0
+
+    def _enter(self, name: str, stage: str) -> None:
+        if (name, stage) != self._stage:
+            self._stage = (name, stage)
+            self.emit("stage", impl=name, stage=stage)
+
+    def _prepare(self, implementation: Implementation) -> Prepared:
+        """Ready and checked. Raises when a result is wrong."""
+        name = implementation.name
+        self._enter(name, "prepare")
+        prepared = implementation.make(self.gate.inputs)
+        self._enter(name, "first call")
+        _whole(prepared)()
+        self.clock.synchronize()
+        self._enter(name, "check")
+        for call in filter(None, (prepared.call, _whole(prepared))):
+            verdict, self._outs[name] = self.gate.check(prepared, call)
+            if not verdict.ok:
+                raise ValueError(verdict.message)
+        return prepared
+
+    def _device_alive(self) -> bool:
+        try:
+            self.clock.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+    def _result(self, name: str, prepared: Prepared, spreads: Mapping[tuple[str, str], Spread]) -> dict[str, Any]:
+        self._enter(name, "host time")
+        judged = spreads[name, "us"]
+        again, _ = prepared.canonical(_whole(prepared)())
+        result: dict[str, Any] = {
+            "us": judged.us,
+            "us_low": judged.low,
+            "us_high": judged.high,
+            "reps": judged.reps,
+            "repeats": torch.equal(again, self._outs[name]),
+            "backend": prepared.backend,
+        }
+        for column in ("run_us", "call_us", "plan_us"):
+            if (name, column) in spreads:
+                result[column] = spreads[name, column].us
+        if self.device.type == "cuda":
+            result["host_us"] = host_us(prepared.run, self.clock, self.seconds)
+            if prepared.plan is not None:
+                result["plan_host_us"] = host_us(prepared.plan, self.clock, self.seconds)
+        return result
+
+
+def _whole(prepared: Prepared) -> Callable[[], Any]:
+    """Plan, then run."""
+    plan, run = prepared.plan, prepared.run
+    if plan is None:
+        return run
+
+    def whole() -> object:
+        plan()
+        return run()
+
+    return whole
+
+
+def _subjects(ready: Mapping[str, Prepared]) -> list[Subject]:
+    """`us` first: planning counts where it is the device's work. The parts follow."""
+    subjects = []
+    for name, prepared in ready.items():
+        subjects.append(Subject(name, "us", _whole(prepared) if prepared.plan_on_device else prepared.run))
+        if prepared.plan_on_device:
+            subjects.append(Subject(name, "run_us", prepared.run))
+        if prepared.call is not None:
+            subjects.append(Subject(name, "call_us", prepared.call))
+        if prepared.plan is not None:
+            subjects.append(Subject(name, "plan_us", prepared.plan, on_device=prepared.plan_on_device))
+    return subjects
+
+
+if __name__ == "__main__":
+    sys.exit(main())
