@@ -24,8 +24,8 @@ def append_kernel(k, v, k_cache, v_cache, qo_indptr, kv_ptr, last_page_len, page
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     sequence = find_sequence(qo_indptr, token, num_sequences, steps)
-    q_start, q_len, kv_len, position = sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries,
-                                                      num_tokens, num_sequences, sequence, PAGE_SIZE, DENSE)  # fmt: skip
+    table = (qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences)
+    q_start, q_len, kv_len, position = sequence_shape(table, sequence, PAGE_SIZE, DENSE)
     key = kv_len - q_len + token - q_start
     mask = (token < num_tokens) & (sequence < num_sequences) & (key >= 0) & (key < kv_len)
     page = tl.load(page_table + position + key // PAGE_SIZE, mask=mask, other=0).to(tl.int64)

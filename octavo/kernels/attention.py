@@ -23,10 +23,15 @@ from octavo.kernels.primitives import finish_softmax, key_offsets, key_pages, lo
 
 
 @triton.jit
-def attend_keys(acc, m, l, q, k_cache, v_cache, page_table, position, num_pages, begin, end, limit, key_end, scale,
-                k_strides, v_strides, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Fold keys [begin, end) into (acc, m, l). Row r sees keys below limit[r]; without MASKED every row sees them all."""
+def attend_keys(state, q, scale, limit, cache, begin, end, key_end, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr,
+                D: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+                NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Fold keys [begin, end) into state (acc, m, l). Row r sees keys below limit[r]; without MASKED it sees them all.
+
+    cache: (K and V of one head, their strides, page table, position of the sequence in it, pages).
+    """
+    acc, m, l = state
+    k_head, v_head, k_strides, v_strides, page_table, position, num_pages = cache
     d = tl.arange(0, q.shape[1])
     dv = tl.arange(0, acc.shape[1])
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
@@ -35,16 +40,28 @@ def attend_keys(acc, m, l, q, k_cache, v_cache, page_table, position, num_pages,
         safe = tl.minimum(keys, key_end - 1) if MASKED else keys
         pages = key_pages(page_table, position, safe, num_pages, PAGE_SIZE)
         offsets = key_offsets(pages, safe, k_strides, PAGE_SIZE)
-        k = load_tile(k_cache, offsets, d, D, q.shape[1])
-        logits = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        k = load_tile(k_head, offsets, d, D, q.shape[1])
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
-            logits = tl.where(keys[None, :] < limit[:, None], logits, float("-inf"))
-        p, alpha, m, l = online_softmax_step(logits, m, l)
+            scores = tl.where(keys[None, :] < limit[:, None], scores, float("-inf"))
+        p, alpha, m, l = online_softmax_step(scores, scale, m, l)
         if not SAME_STRIDES:
             offsets = key_offsets(pages, safe, v_strides, PAGE_SIZE)
-        v = load_tile(v_cache, offsets, dv, DV, acc.shape[1])
+        v = load_tile(v_head, offsets, dv, DV, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, l
+
+
+@triton.jit
+def load_queries(q_ptr, strides, tokens, heads, inside, scale, D: tl.constexpr, D_PADDED: tl.constexpr):
+    """(q, scale > 0 in base 2) with q scale equal to what was asked for."""
+    d = tl.arange(0, D_PADDED)
+    offsets = tokens.to(tl.int64) * strides[0] + heads * strides[1]
+    q = tl.load(q_ptr + offsets[:, None] + d[None, :], mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    # A negative scale would turn the running maximum into a minimum; -q keeps the product and is exact.
+    q = tl.where(scale < 0, -q, q)
+    # Not quite zero, as 0 * -inf is NaN for a masked key: 2^(scores 1e-37) is 1 in float32 all the same.
+    return q, tl.maximum(tl.abs(scale) * 1.4426950408889634, 1e-37)
 
 
 @triton.jit
@@ -59,8 +76,9 @@ def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides,
 @triton.jit(do_not_specialize=["num_tokens", "num_pages"], do_not_specialize_on_alignment=["plan", "page_table", "lse"])
 def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
                      q_strides, k_strides, v_strides, out_strides, lse_strides,
-                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr,
-                     DV_PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
+                     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
+                     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                      NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Strides are in elements: q, out, lse (token, head); caches (page, token in page, head)."""
     if tl.program_id(0) >= tl.load(plan + NUM_ITEMS):
@@ -87,27 +105,19 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
         store_rows(out, lse, acc, m, tokens, heads, inside, out_strides, lse_strides, DV)
         return
 
-    d = tl.arange(0, D_PADDED)
-    q_offsets = tokens.to(tl.int64) * q_strides[0] + heads * q_strides[1]
-    q_mask = inside[:, None] & (d[None, :] < D)
-    q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0)
     scale = sm_scale
     if scale_ptr is not None:
         scale *= tl.load(scale_ptr)
-    # A negative scale would turn the running maximum into a minimum; -q keeps the product and is exact.
-    q = tl.where(scale < 0, -q, q)
-    scale = tl.abs(scale) * 1.4426950408889634
-
-    seen = visible_keys(token_in_sequence, q_len, kv_len, CAUSAL)
-    limit = tl.minimum(seen, key_end)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    k_head, v_head = k_cache + kv_head.to(tl.int64) * k_strides[2], v_cache + kv_head.to(tl.int64) * v_strides[2]
+    q, scale = load_queries(q_ptr, q_strides, tokens, heads, inside, scale, D, D_PADDED)
+    limit = tl.minimum(visible_keys(token_in_sequence, q_len, kv_len, CAUSAL), key_end)
+    head = kv_head.to(tl.int64)
+    k_head, v_head = k_cache + head * k_strides[2], v_cache + head * v_strides[2]
+    cache = (k_head, v_head, k_strides, v_strides, page_table, position, num_pages)
+    state = (acc, m, tl.zeros([BLOCK_M], tl.float32))
     middle = key_begin + (tl.maximum(full_end - key_begin, 0) // BLOCK_N) * BLOCK_N
-    acc, m, l = attend_keys(acc, m, l, q, k_head, v_head, page_table, position, num_pages, key_begin, middle, limit,
-                            key_end, scale, k_strides, v_strides, False, SAME_STRIDES, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
-                            PRECISION)  # fmt: skip
-    acc, m, l = attend_keys(acc, m, l, q, k_head, v_head, page_table, position, num_pages, middle, key_end, limit,
-                            key_end, scale, k_strides, v_strides, True, SAME_STRIDES, D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES,
-                            PRECISION)  # fmt: skip
-    values, lse_values = finish_softmax(acc, m, l)
+    state = attend_keys(state, q, scale, limit, cache, key_begin, middle, key_end, False, SAME_STRIDES,
+                        D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+    state = attend_keys(state, q, scale, limit, cache, middle, key_end, key_end, True, SAME_STRIDES,
+                        D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+    values, lse_values = finish_softmax(*state)
     store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)

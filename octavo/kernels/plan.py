@@ -1,7 +1,7 @@
 """The planner: one launch that writes a batch's work items, in order, without a sort, an atomic or a host round trip.
 
-The place of a sequence's first item is a sum over all sequences that come before it (more keys, or as many and a smaller
-index), so every program finds the places of its own sequences alone. octavo/planning/schedule.py is the same in Python.
+The place of a sequence's first item is a sum over all sequences that come before it (more keys, or as many and a
+smaller index), so every program finds the places of its own sequences alone. planning/schedule.py models it.
 """
 
 import triton
@@ -37,16 +37,16 @@ def items_of(q_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexp
 @triton.jit
 def visible_keys(token, q_len, kv_len, CAUSAL: tl.constexpr):
     """Keys that a token sees: causal is bottom-right aligned."""
+    seen = tl.zeros_like(token) + kv_len
     if CAUSAL:
-        seen = tl.minimum(tl.maximum(token + kv_len - q_len + 1, 0), kv_len)
-    else:
-        seen = tl.zeros_like(token) + kv_len
+        seen = tl.minimum(tl.maximum(seen + token - q_len + 1, 0), kv_len)
     return seen
 
 
 @triton.jit
-def store_item(item, mask, q_start, q_len, kv_len, position, kv_head, row_begin, sequence,
+def store_item(item, mask, shape, kv_head, row_begin, sequence,
                GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    q_start, q_len, kv_len, position = shape
     last_token = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, q_len - 1)
     tl.store(item + Q_START, q_start, mask)
     tl.store(item + Q_LEN, q_len, mask)
@@ -73,19 +73,18 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
     """Grid (sequences and padding / OWN, writers): a program places OWN sequences and writes every writers-th chunk of
     ITEMS of their items."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    own_start, own_q_len, own_kv_len, own_position = sequence_shape(
-        qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, own, PAGE_SIZE, DENSE)  # fmt: skip
-    own_items = items_of(own_q_len, GROUP, HKV, BLOCK_M)
+    table = (qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences)
+    own_shape = sequence_shape(table, own, PAGE_SIZE, DENSE)
+    own_items = items_of(own_shape[1], GROUP, HKV, BLOCK_M)
 
     place = tl.zeros([OWN], tl.int32)
     total = 0
     for start in range(0, num_sequences + 1, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        other_start, q_len, kv_len, other_position = sequence_shape(
-            qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, other, PAGE_SIZE, DENSE)  # fmt: skip
-        items = items_of(q_len, GROUP, HKV, BLOCK_M)
-        longer = kv_len[None, :] > own_kv_len[:, None]
-        equal = kv_len[None, :] == own_kv_len[:, None]
+        other_shape = sequence_shape(table, other, PAGE_SIZE, DENSE)
+        items = items_of(other_shape[1], GROUP, HKV, BLOCK_M)
+        longer = other_shape[2][None, :] > own_shape[2][:, None]
+        equal = other_shape[2][None, :] == own_shape[2][:, None]
         before = longer | (equal & (other[None, :] < own[:, None]))
         place += tl.sum(tl.where(before, items[None, :], 0), 1)
         total += tl.sum(items, 0)
@@ -103,10 +102,8 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
         inside = nth - tl.sum(tl.where(chosen, (ends - own_items)[None, :], 0), 1)
         slot = inside + tl.sum(tl.where(chosen, place[None, :], 0), 1)
         sequence = tl.program_id(0) * OWN + which
-        q_start, q_len, kv_len, position = sequence_shape(
-            qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, sequence, PAGE_SIZE, DENSE)  # fmt: skip
-        tiles = tl.maximum(tl.cdiv(q_len * GROUP, BLOCK_M), 1)
+        shape = sequence_shape(table, sequence, PAGE_SIZE, DENSE)
+        tiles = tl.maximum(tl.cdiv(shape[1] * GROUP, BLOCK_M), 1)
         row_begin = (tiles - 1 - inside % tiles) * BLOCK_M
         item = plan + HEADER_WORDS + slot.to(tl.int64) * ITEM_WORDS
-        store_item(item, nth < mine, q_start, q_len, kv_len, position, inside // tiles, row_begin, sequence,
-                   GROUP, BLOCK_M, CAUSAL)  # fmt: skip
+        store_item(item, nth < mine, shape, inside // tiles, row_begin, sequence, GROUP, BLOCK_M, CAUSAL)

@@ -5,14 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def sequence_shape(qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, sequence,
-                   PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
+def sequence_shape(table, sequence, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr):
     """(q_start, q_len, kv_len, position of the first page in the table) of a vector of sequences.
 
-    kv_ptr is kv_indptr (CSR) or kv_lens (dense); entries is the length of kv_indices or the columns of block_table.
-    Sequence number num_sequences is the padding: the rows past qo_indptr[-1], without keys. Everything is clamped to the
-    tensors' bounds, so that no input makes a kernel read or write outside them.
+    table: (qo_indptr, kv_indptr or kv_lens, last_page_len or None, row stride of block_table, length of kv_indices or
+    columns of block_table, tokens, sequences). One past the last sequence is the padding: the rows past qo_indptr[-1],
+    without keys. All is clamped to the tensors' bounds, so that no input makes a kernel read or write outside them.
     """
+    qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences = table
     real = sequence < num_sequences
     inside = sequence <= num_sequences
     q_start = tl.load(qo_indptr + sequence, mask=inside, other=0).to(tl.int32)
@@ -58,23 +58,20 @@ def key_offsets(pages, keys, strides, PAGE_SIZE: tl.constexpr):
 def load_tile(pointer, offsets, columns, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Rows at `offsets`, DIM elements each; columns from DIM to PADDED are zero."""
     pointers = pointer + offsets[:, None] + columns[None, :]
-    if DIM == PADDED:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
-    return tile
+    mask = None if DIM == PADDED else columns[None, :] < DIM
+    return tl.load(pointers, mask=mask, other=None if DIM == PADDED else 0.0)
 
 
 @triton.jit
-def online_softmax_step(logits, m, l):
-    """Fold base-2 logits [rows, keys] into running maxima m and sums l; -inf logits are masked keys.
+def online_softmax_step(scores, scale, m, l):
+    """Fold scores [rows, keys] times scale > 0 into running maxima m and sums l; scores of masked keys are -inf.
 
-    Returns (p, alpha, m, l): p = 2^(logits - m), alpha what earlier accumulators are multiplied with (Milakov and
+    Returns (p, alpha, m, l): p = 2^(scores scale - m), alpha what earlier accumulators are multiplied with (Milakov and
     Gimelshein 2018, in base 2). A row that has seen no key keeps m = -inf without making NaN.
     """
-    m_new = tl.maximum(m, tl.max(logits, 1))
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(logits - m_safe[:, None])
+    p = tl.math.exp2(scores * scale - m_safe[:, None])
     alpha = tl.math.exp2(m - m_safe)
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
