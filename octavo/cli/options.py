@@ -1,0 +1,71 @@
+"""What the commands share: consoles, and options turned into values or into a one-line error with exit code 2."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+PLAIN_WIDTH = 140
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on what stdout or stderr is now."""
+    plain = Console(stderr=stderr)
+    return plain if plain.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
+
+
+def usage_error(message: str) -> NoReturn:
+    """Print one line to stderr and leave with exit code 2."""
+    typer.echo(f"octavo: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Errors about what the user passed become one line and exit code 2."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or "file"
+        usage_error(f"{where}: expected a readable file, got {error.strerror or error}; fix: check the path")
+    except UnicodeDecodeError as error:
+        usage_error(f"file: expected UTF-8 text, got bytes that are not ({error.reason}); fix: pass JSON lines")
+    except (ValueError, TypeError) as error:
+        usage_error(str(error))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of an option value."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype: expected one of bf16, fp16, fp32, got {name!r}; fix: choose one of these")
+    return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """The torch device of "auto", "cpu", "cuda" or "cuda:N"; auto takes the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}; fix: choose one of these")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = int(index or 0)
+    if wanted >= count:
+        raise ValueError(
+            f"--device: expected a CUDA device below {count}, got {name!r}; fix: --device cpu, or see `octavo info`"
+        )
+    return torch.device("cuda", wanted)
