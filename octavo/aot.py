@@ -91,12 +91,11 @@ def compile_build(build: KernelBuild, sm: int) -> CompiledReport:
 
 
 def _source(build: KernelBuild) -> Any:
-    from triton.compiler import ASTSource
-
-    source = ASTSource
     if build.function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as source
-    return source(build.function, build.signature, build.constexprs, build.attributes)
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    return Source(build.function, build.signature, build.constexprs, build.attributes)
 
 
 def unmet(build: KernelBuild, counts: Counter[str], spills: int) -> tuple[str, ...]:

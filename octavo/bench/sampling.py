@@ -22,14 +22,14 @@ def sample_rows(
 ) -> list[int]:
     """Token rows worth comparing, ascending; the same for the same lengths and seed.
 
-    First and last rows of sequences, the edge between dead and living rows, query and key tile edges, padding rows, and some
-    random ones, taken round robin over the shortest, the longest, the first, the last and random sequences.
+    First and last rows of sequences, the edge between dead and living rows, query and key tile edges, padding rows, and
+    some random ones, taken round robin over the shortest, the longest, the first, the last and random sequences.
 
     Args:
         num_tokens: rows of q, at least qo_indptr[-1].
         max_rows: most rows to take.
-        max_keys: bound on keys gathered plus keys seen, summed over the rows, which is what the oracle's time grows with.
-            The cheapest row is taken even when it alone is past the bound.
+        max_keys: bound on keys gathered plus keys seen, summed over the rows: what the oracle's time grows with. The
+            cheapest row is taken even when it alone is past the bound.
     """
     q_lens, kv_lens = sequence_lengths(batch, spec.page_size)
     starts = [sum(q_lens[:i]) for i in range(len(q_lens))]

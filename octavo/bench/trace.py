@@ -1,7 +1,7 @@
-"""FlashInfer-Trace folders: definitions/<op>/<name>.json and workloads/<op>/<name>.jsonl, as FlashInfer-Bench publishes them.
+"""FlashInfer-Trace folders as FlashInfer-Bench has them: definitions/<op>/<name>.json, workloads/<op>/<name>.jsonl.
 
-Index tensors come from the workload's safetensors files; q, k and v too where it has them, else they are random. An index
-tensor that the workload leaves random is drawn so that it is valid: the totals among the axes are kept.
+Index tensors come from the workload's safetensors files; q, k and v too where it has them, else they are random. An
+index tensor that the workload leaves random is drawn so that it is valid: the totals among the axes are kept.
 """
 
 import json
@@ -81,7 +81,8 @@ def read_trace(root: str | Path) -> tuple[list[TraceBatch], list[str]]:
     root = Path(root)
     if not is_trace(root):
         raise _fail(root, "a folder with definitions/ and workloads/", "something else", "pass the trace's root folder")
-    batches, skipped = [], []
+    batches: list[TraceBatch] = []
+    skipped = []
     for path in sorted((root / "definitions").glob("*/*.json")):
         definition = _parse(path.read_text(), path)
         if definition.get("op_type") not in OP_TYPES:

@@ -1,4 +1,4 @@
-"""The one tolerance rule: a result may be off from float64 by twice what PyTorch's own attention is off, plus one rounding.
+"""The one tolerance rule: off from float64 by at most twice what PyTorch's own attention is off, plus one rounding.
 
 Nothing is tuned by hand: PyTorch computes the same rows in the same dtype, and its error sets the scale.
 """
@@ -78,8 +78,8 @@ def verify_rows(
     """Compare token rows of (out, lse) with the float64 oracle under the tolerance rule.
 
     A row that sees no key must be exactly 0 and -inf. Every other row, taken over all its heads:
-    |out - exact| <= 2 |PyTorch's own out - exact| + one rounding of out's dtype, and the same for lse in float32, where one
-    rounding is that of each product in the longest logit.
+    |out - exact| <= 2 |PyTorch's own out - exact| + one rounding of out's dtype, and the same for lse in float32, where
+    the rounding is that of each product in the longest logit.
 
     Args:
         q, kv, batch, out, lse: one call and its result, on one device.
@@ -148,8 +148,9 @@ class _Peer:
         k, v, q = self.k[: row.seen], self.v[: row.seen], self.q[row.row]
         # A negative scale is folded into q, which is exact: fused softmax takes its maximum before scaling.
         signed = -q if self.scale < 0 else q
+        keys_first, values_first = (x.transpose(0, 1)[None] for x in (k, v))
         out = scaled_dot_product_attention(
-            signed[None, :, None], *(x.transpose(0, 1)[None] for x in (k, v)), scale=abs(self.scale), enable_gqa=True
+            signed[None, :, None], keys_first, values_first, scale=abs(self.scale), enable_gqa=True
         )
         grouped = q.float().view(self.spec.num_kv_heads, self.spec.group_size, -1)
         keys = k.float().permute(1, 2, 0)

@@ -52,8 +52,8 @@ class Workload:
         return kv + rows + 4 * -(-seen // spec.page_size)
 
     def shrunk(self, max_pairs: int, max_lengths: int | None = None) -> "Workload":
-        """The same shape with all lengths divided by one factor: at most about `max_pairs` visible pairs remain, and at most
-        about `max_lengths` query tokens plus keys. No length above zero becomes zero.
+        """The same shape with all lengths divided by one factor: about `max_pairs` visible pairs remain at most, and
+        about `max_lengths` query tokens plus keys at most. No length above zero becomes zero.
         """
         factor = (self.visible_pairs() / max_pairs) ** 0.5
         if max_lengths is not None:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import octavo
-from octavo.cli import check, compile, info, run
+from octavo.cli import bench, check, compile, info, run
 
 app = typer.Typer(
     name="octavo",
@@ -37,3 +37,4 @@ app.command("run")(run.run)
 app.command("check")(check.check)
 app.command("info")(info.info)
 app.command("compile")(compile.compile_kernels)
+app.command("bench")(bench.bench)

@@ -20,16 +20,14 @@ Finding = tuple[str, str]
 
 
 def check(backend: Backend = None, only: Only = "") -> None:
-    """Hold every backend that can run on this machine to the contract, in small cases full of NaN that must not be read.
+    """Hold every backend that can run here to the contract, in small cases full of NaN that must not be read.
 
     Exits with 1 when a backend breaks it, with 2 when an input is wrong.
     """
     with usage_errors():
         chosen = [case for case in cases() if only in case.name]
         if not chosen:
-            raise ValueError(
-                f"--only: expected part of a case's name, got {only!r}; fix: leave it out to see all names"
-            )
+            raise ValueError(f"--only: expected part of a case's name, got {only!r}; fix: leave it out to see all")
         held = targets(backend)
     findings = _check_all(chosen, held)
     broken = _report(chosen, held, findings)
@@ -73,11 +71,11 @@ def _report(chosen: Sequence[Case], held: Sequence[Target], findings: dict[tuple
         table.add_row(case.name, *(marks[findings[case.name, str(target)][0]] for target in held))
     screen.print(table)
     count = dict.fromkeys(marks, 0)
-    for (name, target), (state, why) in findings.items():
+    for (name, held_name), (state, why) in findings.items():
         count[state] += 1
         if state != "ok":
             label, style = ("FAIL", "bold red") if state == "fail" else ("not served", "dim")
-            screen.print(f"{label} {name}, {target}: {why}", style=style, highlight=False, markup=False)
+            screen.print(f"{label} {name}, {held_name}: {why}", style=style, highlight=False, markup=False)
     skipped = f", {count['skip']} not served" if count["skip"] else ""
     state = (
         f"{count['fail']} of {len(findings)} checks FAIL" if count["fail"] else f"all {count['ok']} checks ok{skipped}"

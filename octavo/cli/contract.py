@@ -178,7 +178,7 @@ class Case:
 
 def cases() -> list[Case]:
     """The contract, in order."""
-    found = {
+    found: dict[str, Callable[[Target], str]] = {
         "causal": Attention(),
         "not causal": Attention(replace(SPEC, causal=False)),
         "decode": Attention(workload=DECODE),

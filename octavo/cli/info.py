@@ -3,6 +3,7 @@
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,6 +27,8 @@ def info() -> None:
     screen.print(_devices(devices))
     for device in devices:
         _show_backends(screen, device)
+    if len(devices) == 1:
+        screen.print("PyTorch finds no CUDA device here, so everything runs on the CPU.", highlight=False)
 
 
 def _versions() -> Table:
@@ -57,13 +60,20 @@ def _devices(devices: list[torch.device]) -> Table:
     for device in devices:
         arch = arch_of(device)
         if device.type == "cpu":
-            table.add_row(
-                "cpu", platform.processor() or platform.machine(), "-", f"{torch.get_num_threads()} threads", _ram()
-            )
+            table.add_row("cpu", _cpu_name(), "-", f"{torch.get_num_threads()} threads", _ram())
             continue
         memory = torch.cuda.get_device_properties(device).total_memory
         table.add_row(str(device), arch.name, f"sm_{arch.sm}", f"{arch.num_sms} SMs", f"{memory / 2**30:.1f} GiB")
     return table
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
 
 
 def _ram() -> str:

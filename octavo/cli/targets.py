@@ -1,4 +1,4 @@
-"""What the contract is checked on: backends with their devices, and inputs in which all that must not be read is NaN."""
+"""What the contract is checked on: backends with their devices, and inputs full of NaN that must not be read."""
 
 import math
 from dataclasses import dataclass, replace
