@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Octavo's internals are imported under jaxtyping's checker, so their shape annotations are tested."""
+"""Fixtures of all tests. Octavo's internals are imported under jaxtyping's checker, so shape annotations are tested."""
 
 from jaxtyping import install_import_hook
 

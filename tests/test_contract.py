@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import BF16, FP16, FP32, I32, I64, KV_STORAGE, Q_STORAGE, Case, build, indptr
+from inputs import BF16, FP16, FP32, I32, I64, KV_STORAGE, Q_STORAGE, Case, indptr
 from tolerance import assert_matches
 
 from octavo import PagedBatch, PagedKV
@@ -54,7 +54,10 @@ def test_head_dims(backend, case):
     check(backend, replace(case, page_size=3, heads=(6, 2)))
 
 
-@pytest.mark.parametrize("index_dtypes", list(itertools.product((I32, I64), repeat=4)))
+MIXED_INDICES = [(I32,) * 4, (I64,) * 4, (I64, I32, I32, I32), (I32, I64, I32, I64), (I32, I32, I64, I32)]
+
+
+@pytest.mark.parametrize("index_dtypes", MIXED_INDICES)
 @pytest.mark.parametrize("dense", (False, True), ids=("csr", "dense"))
 def test_index_dtypes(backend, index_dtypes, dense):
     check(backend, Case("indices", page_size=3, dense=dense, index_dtypes=index_dtypes, dims=(16, 16)))
@@ -158,13 +161,14 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=[name.replace(" ", "-") for name in SCALES])
-@pytest.mark.parametrize("on_device", (False, True), ids=("host", "device"))
 @pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
-def test_scales(backend, scale, on_device, causal):
-    problem = backend.build(Case("scale", causal=causal, dtype=FP16, page_size=2))
-    if isinstance(scale, torch.Tensor) and on_device:
-        scale = scale.to(backend.device)
-    problem = problem.with_(sm_scale=scale)
+def test_scales(backend, scale, causal):
+    problem = backend.build(Case("scale", causal=causal, dtype=FP16, page_size=2)).with_(sm_scale=scale)
+    assert_matches(problem, *backend.attend(problem))
+
+
+def test_scale_is_a_tensor_on_the_device(backend):
+    problem = backend.build(Case("scale")).with_(sm_scale=torch.tensor(-0.07, device=backend.device))
     assert_matches(problem, *backend.attend(problem))
 
 
@@ -205,18 +209,6 @@ def test_other_sequences_do_not_matter(backend):
     out, lse = backend.attend(problem)
     for got, want in ((out, expected), (lse, expected_lse)):
         assert torch.equal(got[:3], want[:3]) and torch.equal(got[5:], want[5:])
-
-
-def test_future_keys_do_not_matter(backend):
-    """Causal: a key's NaN or Inf reaches only the rows that see it."""
-    problem = backend.build(Case("future", (20,), (30,), page_size=1))
-    expected, expected_lse = backend.attend(problem)
-    last = problem.batch.page_table[29].long()
-    problem.kv.k_cache[last] = math.nan
-    problem.kv.v_cache[last] = math.inf
-    out, lse = backend.attend(problem)
-    assert torch.equal(out[:19], expected[:19]) and torch.equal(lse[:19], expected_lse[:19])
-    assert out[19].isnan().all()
 
 
 @pytest.mark.parametrize("shape", ("long prefix", "many short", "one long row"))
