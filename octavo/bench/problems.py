@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.workloads import Workload
+from octavo.bench.workloads import Workload, sample
 from octavo.problem import AttentionSpec
 
 SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=4, head_dim=128)
@@ -120,14 +120,16 @@ _GROUPS = ((32, 32), (32, 8), (32, 4), (64, 8), (40, 8), (28, 4), (24, 2), (16, 
 _DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _SQUARES = ("128", "256", "512", "1k", "2k", "4k", "8k", "16k", "32k")
 
-SETS = ("rows", "batch", "keys", "page", "heads", "dim")
+SETS = ("rows", "sample", "batch", "keys", "page", "heads", "dim")
 
 
 def problem_set(name: str, spec: AttentionSpec, *, device: str = "cuda", quick: bool = False) -> list[Problem]:
-    """The problems of one set: "rows", or a sweep over batch size, keys, page size, heads or head dims."""
+    """The problems of one set: "rows", the shipped serving steps ("sample"), or a sweep over what the name says."""
     if name == "rows":
         gpu, cpu = (QUICK_ROWS, QUICK_CPU_ROWS) if quick else (ROWS, CPU_ROWS)
         return named(gpu if device == "cuda" else cpu, spec)
+    if name == "sample":
+        return from_workloads(sample(), spec, device=device)
     return _SWEEPS[name](spec, _SweepScale.of(device, quick))
 
 

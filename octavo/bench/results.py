@@ -53,11 +53,15 @@ class Context:
 
 def _rounded(event: Event) -> Record:
     fields = {name: value for name, value in event.items() if name not in ("event", "impl")}
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
+    return {name: _short(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def _rates(problem: Problem, us: float) -> Record:
-    return {"tflops": round(problem.flops / us / 1e6, 3), "gbps": round(problem.bytes / us / 1e3, 3)}
+    return {"tflops": _short(problem.flops / us / 1e6), "gbps": _short(problem.bytes / us / 1e3)}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def key_of(record: Record) -> tuple[str, ...]:

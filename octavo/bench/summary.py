@@ -25,6 +25,10 @@ class Case:
     def us(self, label: str) -> float | None:
         return self.records.get(label, {}).get("us")
 
+    def timed(self) -> dict[str, Record]:
+        """The records that hold a time."""
+        return {label: record for label, record in self.records.items() if "us" in record}
+
     def speed_of(self, label: str, other: str) -> float | None:
         """How many times faster `label` is than `other`."""
         ours, theirs = self.us(label), self.us(other)
@@ -32,7 +36,7 @@ class Case:
 
     def best_peer(self) -> str | None:
         """The fastest paged implementation that is not Octavo's."""
-        timed = [label for label, r in self.records.items() if "us" in r and is_bar(r["impl"])]
+        timed = [label for label, record in self.timed().items() if is_bar(record["impl"])]
         return min(timed, key=lambda label: self.records[label]["us"], default=None)
 
     def memory_bound(self) -> bool:

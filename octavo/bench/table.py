@@ -12,8 +12,8 @@ def results_table(summary: Summary) -> Table:
     table = Table(title=f"{first['card']}, octavo at {first['commit']}", title_justify="left", header_style="bold")
     table.add_column("batch", no_wrap=True)
     for label in summary.labels:
-        table.add_column(f"{label}\nus", justify="right")
-    table.add_column("against\nbest peer", justify="right")
+        table.add_column(f"{label.replace('-', chr(10))}\nus", justify="right", overflow="fold")
+    table.add_column("against\nbest peer", justify="right", no_wrap=True)
     for case in summary.cases:
         table.add_row(escape(case.name), *(_cell(case, label) for label in summary.labels), _ratio(summary, case))
     return table
@@ -27,7 +27,7 @@ def _cell(case: Case, label: str) -> str:
         return "[red]error[/]"
     text = f"{_microseconds(record['us'])}\n[dim]{case.rate(label)}[/]"
     text += "" if record.get("repeats", True) else "\n[yellow]bits vary[/]"
-    fastest = min(r["us"] for r in case.records.values() if "us" in r)
+    fastest = min(r["us"] for r in case.timed().values())
     return f"[bold green]{text}[/]" if record["us"] == fastest else text
 
 

@@ -110,7 +110,8 @@ def bench(
         folder = str(peers.resolve()) if peers else None
         settings = Settings(kind, seconds or (0.1 if quick else 0.25), time_limit, folder, adapters, threads)
         keep = Keep(out, extra, save, run, resume, commit)
-        _go(Options(found, _impls(impl, adapters, kind), settings, _pairs("--only", only), keep, compare), as_json)
+        patterns = {name: _regex("--only", value) or "" for name, value in _pairs("--only", only).items()}
+        _go(Options(found, _impls(impl, adapters, kind), settings, patterns, keep, compare), as_json)
 
 
 @dataclass(frozen=True)
