@@ -25,7 +25,7 @@ class Target:
         return self.name != "cpu" and self.device == "cpu"
 
     def build(self, case: Case) -> Problem:
-        """The case's tensors; skips where this backend says that it cannot serve them, or the interpreter is too slow."""
+        """The case's tensors; skips where this backend says it cannot serve them, or the interpreter is too slow."""
         if self.interpreted:
             pairs = sum(n * m for n, m in zip(case.qo_lens, case.kv_lens, strict=True)) * case.heads[0]
             if pairs > INTERPRETER_WORK:

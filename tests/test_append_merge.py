@@ -1,5 +1,6 @@
 """append against plain loops, merge against the oracle, on every backend."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -148,9 +149,7 @@ def states_of(count, shape, dtype, device, seed=0, empty=0.3):
 def merge_limits(outs, lses, exact_out, exact_lse):
     """The tolerance rule for merge: twice the error of plain PyTorch in float32, plus one rounding of each result."""
     s = torch.stack([x.cpu() for x in lses])
-    mixed = torch.stack(
-        [torch.where((x == -math.inf)[..., None], 0, o.cpu().float()) for o, x in zip(outs, lses, strict=True)]
-    )
+    mixed = torch.stack([o.cpu().float() for o in outs]).masked_fill((s == -math.inf)[..., None], 0)
     ln2 = math.log(2)
     peer_lse = torch.logsumexp(s * ln2, 0) / ln2
     weights = torch.where(s == -math.inf, 0, torch.exp2(s - torch.where(peer_lse == -math.inf, 0, peer_lse)))
@@ -241,7 +240,7 @@ def test_attention_over_parts_merges_to_the_whole(backend, cuts):
     whole = backend.build(Case("whole", (3, 2), (40, 40), page_size=8, dtype=FP32, causal=False))
     b = whole.batch
     states = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         pages = torch.tensor([0, (high - low) // 8]).repeat(2).reshape(2, 2)
         ids = torch.cat([b.page_table[s * 5 + low // 8 : s * 5 + high // 8] for s in range(2)])
         ptr = torch.tensor([0, *pages[:, 1].cumsum(0).tolist()]).to(b.kv_indptr)

@@ -1,4 +1,4 @@
-"""Wrong inputs: ValueError or TypeError that says what was expected, what came and how to fix it, and nothing is written."""
+"""Wrong inputs: ValueError or TypeError with what was expected, what came and the fix, and nothing is written."""
 
 import math
 import re
@@ -42,6 +42,10 @@ def changed(name, function):
     return lambda a: {**a, name: function(a[name])}
 
 
+def caches(function):
+    return lambda a: {**a, "k_cache": function(a["k_cache"]), "v_cache": function(a["v_cache"])}
+
+
 def given(**values):
     return lambda a: {**a, **values}
 
@@ -73,16 +77,8 @@ WRONG_CALLS = {
     "fewer pages of v": ("v_cache", changed("v_cache", lambda x: x[:-1]), ValueError),
     "another page size of v": ("v_cache", changed("v_cache", lambda x: x[:, :1]), ValueError),
     "other heads of v": ("v_cache", changed("v_cache", lambda x: x[:, :, :1]), ValueError),
-    "no K/V heads": (
-        "num_kv_heads",
-        lambda a: {**a, "k_cache": a["k_cache"][:, :, :0], "v_cache": a["v_cache"][:, :, :0]},
-        ValueError,
-    ),
-    "pages of no keys": (
-        "page_size",
-        lambda a: {**a, "k_cache": a["k_cache"][:, :0], "v_cache": a["v_cache"][:, :0]},
-        ValueError,
-    ),
+    "no K/V heads": ("num_kv_heads", caches(lambda x: x[:, :, :0]), ValueError),
+    "pages of no keys": ("page_size", caches(lambda x: x[:, :0]), ValueError),
     "k_cache wants a gradient": ("k_cache", changed("k_cache", lambda x: x.clone().requires_grad_()), ValueError),
     "k_cache on another device": ("v_cache", changed("k_cache", lambda x: x.to("meta")), ValueError),
     "v_cache on another device": ("v_cache", changed("v_cache", lambda x: x.to("meta")), ValueError),
@@ -295,18 +291,18 @@ def test_wrong_buffers(wrong):
     assert (OUT == 7).all() and (LSE == 7).all()
 
 
+def cache_of(kv, function):
+    return PagedKV(function(kv.k_cache), function(kv.v_cache))
+
+
 WRONG_RUNS = {
     "q of other heads": ("q", lambda q, kv: (q[:, :2], kv), ValueError),
     "q of another dtype": ("q", lambda q, kv: (q.half(), kv), TypeError),
     "more rows than planned": ("q", lambda q, kv: (torch.cat([q, q]), kv), ValueError),
     "fewer rows than the batch": ("qo_indptr", lambda q, kv: (q[:3], kv), ValueError),
-    "another page size": ("k_cache", lambda q, kv: (q, PagedKV(kv.k_cache[:, :1], kv.v_cache[:, :1])), ValueError),
-    "another dtype of the cache": (
-        "k_cache",
-        lambda q, kv: (q, PagedKV(kv.k_cache.half(), kv.v_cache.half())),
-        TypeError,
-    ),
-    "fewer pages than page ids": ("kv_indices", lambda q, kv: (q, PagedKV(kv.k_cache[:8], kv.v_cache[:8])), ValueError),
+    "another page size": ("k_cache", lambda q, kv: (q, cache_of(kv, lambda x: x[:, :1])), ValueError),
+    "another dtype of the cache": ("k_cache", lambda q, kv: (q, cache_of(kv, torch.Tensor.half)), TypeError),
+    "fewer pages than page ids": ("kv_indices", lambda q, kv: (q, cache_of(kv, lambda x: x[:8])), ValueError),
 }
 
 

@@ -1,5 +1,6 @@
 """The oracle against PyTorch's attention in float64. Both are written apart, so agreement means something."""
 
+import itertools
 import math
 
 import pytest
@@ -21,7 +22,7 @@ CASES = [
 
 
 def pytorch_attention(problem, sequence):
-    """SDPA in float64 with an explicit mask: (out, lse) of one sequence, rows without keys excluded, and their number."""
+    """SDPA in float64 with an explicit mask: (out, lse) of one sequence without its dead rows, and their number."""
     spec, batch = problem.spec, problem.batch
     q_lens, kv_lens = sequence_lengths(batch, spec.page_size)
     q_len, kv_len, start = q_lens[sequence], kv_lens[sequence], sum(q_lens[:sequence])
@@ -88,7 +89,7 @@ def test_lse_counts_keys_in_base_2():
 def test_merge_oracle_is_attention_over_all_keys(cuts):
     whole = build(Case("whole", (4,), (33,), causal=False, dtype=FP32, padding=0))
     parts = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         batch = type(whole.batch).csr(whole.batch.qo_indptr, torch.tensor([low, high]), whole.batch.page_table)
         parts.append(reference(whole.spec, whole.q, whole.kv.k_cache, whole.kv.v_cache, batch))
     out, lse = merge_reference(*zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""The tolerance rule as an assertion. The rule itself is octavo.bench.verify's: one truth for tests, bench and the CLI."""
+"""The tolerance rule as an assertion. The rule itself is octavo.bench.verify's: one for tests, bench and the CLI."""
 
 import torch
 from inputs import Problem
