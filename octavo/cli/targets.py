@@ -34,10 +34,14 @@ class Target:
     def interpreted(self) -> bool:
         return self.backend != "cpu" and self.device.type == "cpu"
 
-    def fit(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec as this target takes it. Raises Skip where it says that it can't."""
+    def fit(self, spec: AttentionSpec, *, exact: bool = False) -> AttentionSpec:
+        """The spec as this target takes it: float16 for bfloat16 under Triton's interpreter, unless `exact`.
+
+        Raises Skip where the target can't take it.
+        """
         if self.interpreted and spec.dtype == torch.bfloat16:
-            # Triton's interpreter multiplies bfloat16 tiles as raw bits.
+            if exact:
+                raise Skip("Triton's interpreter multiplies bfloat16 tiles as raw bits")
             spec = replace(spec, dtype=torch.float16)
         reason = next(b for b in BACKENDS if b.name == self.backend).reject(spec, arch_of(self.device))
         if reason:
