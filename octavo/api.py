@@ -4,6 +4,7 @@ import torch
 
 from octavo import ops
 from octavo.backends import Choice, arch_of, resolve
+from octavo.errors import fail
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Indptr, KeyCache, LogSumExp, Output, PageIds, PerSequence, Queries, Tensor, ValueCache
@@ -14,7 +15,6 @@ from octavo.validation import (
     check_outputs,
     check_scale,
     check_values,
-    fail,
     spec_of,
 )
 
@@ -86,7 +86,8 @@ def attend(
     if _reads_values(q, validate):
         check_values(spec, batch, q.shape[0], kv.num_pages)
     inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), None, scale_tensor, scale)
-    return ops.attention(*inputs, causal=causal, backend=backend or "")
+    operator = ops.attention if ops.is_traced(q) else ops.attention_now
+    return operator(*inputs, causal=causal, backend=backend or "")
 
 
 def _attend_on_gpu(
@@ -171,7 +172,8 @@ class BatchAttention:
 
     def _plan_on_device(self, batch: PagedBatch, tokens: int, block_m: int) -> None:
         s = self.spec
-        ops.plan(
+        operator = ops.plan if ops.is_traced(batch.qo_indptr) else ops.plan_now
+        operator(
             ops.pack_batch(batch),
             self._workspace,
             tokens,
@@ -189,7 +191,6 @@ class BatchAttention:
             num_tokens = int(batch.qo_indptr[-1])
         if num_tokens is None:
             fail("num_tokens", "the rows of q, or max_tokens at creation", None, "attn.plan(batch, num_tokens=len(q))")
-        assert num_tokens is not None
         if self.max_tokens is not None and num_tokens > self.max_tokens:
             fail("num_tokens", f"at most max_tokens={self.max_tokens}", num_tokens, "raise max_tokens at creation")
         return num_tokens
@@ -233,10 +234,13 @@ class BatchAttention:
             check_values(self.spec, batch, q.shape[0], kv.num_pages)
         plan = self._workspace if self._block_m else None
         inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), plan, scale_tensor, scale)
-        options = {"causal": self.spec.causal, "backend": self.choice.backend.name, "block_m": self._block_m}
+        causal, backend, block_m = self.spec.causal, self.choice.backend.name, self._block_m
+        traced = ops.is_traced(q)
         if out is None or lse is None:
-            return ops.attention(*inputs, **options)
-        ops.attention_out(*inputs, **options, out=out, lse=lse)
+            operator = ops.attention if traced else ops.attention_now
+            return operator(*inputs, causal=causal, backend=backend, block_m=block_m)
+        write = ops.attention_out if traced else ops.attention_out_now
+        write(*inputs, causal=causal, backend=backend, block_m=block_m, out=out, lse=lse)
         return out, lse
 
     def explain(self) -> str:

@@ -3,6 +3,7 @@
 import torch
 
 from octavo import ops
+from octavo.errors import fail
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import NewKeys, NewValues
@@ -14,7 +15,6 @@ from octavo.validation import (
     check_no_grad,
     check_shape,
     check_values,
-    fail,
 )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from octavo.errors import fail
 from octavo.shapes import KeyCache, Tensor, ValueCache
 
 LAYOUTS = ("NHD", "HND")
@@ -13,11 +14,11 @@ def _canonical(x: Tensor, layout: str) -> Tensor:
 
 def _check(x: object, name: str, rank: int, layout: str) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}; fix: NHD is page_size before heads")
+        fail("layout", f"one of {LAYOUTS}", repr(layout), "NHD is [pages, page_size, heads, dim]")
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}; fix: pass the cache tensor itself")
+        fail(name, "a tensor", type(x).__name__, "pass the cache tensor itself", TypeError)
     if x.dim() != rank:
-        raise ValueError(f"{name}: expected {rank} dimensions, got shape {list(x.shape)}; fix: see PagedKV")
+        fail(name, f"{rank} dimensions", f"shape {list(x.shape)}", "see PagedKV")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class PagedKV:
         """FlashInfer's single tensor: [pages, 2, page_size, kv_heads, dim] (NHD), K at [:, 0], V at [:, 1]."""
         _check(cache, "cache", 5, layout)
         if cache.shape[1] != 2:
-            raise ValueError(f"cache: expected shape [pages, 2, ...], got {list(cache.shape)}; fix: K and V are dim 1")
+            fail("cache", "shape [pages, 2, ...]", list(cache.shape), "K and V are dimension 1")
         return cls(cache[:, 0], cache[:, 1], layout)
 
     @classmethod
@@ -58,10 +59,8 @@ class PagedKV:
         """vLLM's single tensor with K and V side by side in the last dimension: [..., head_dim + value_dim]."""
         _check(cache, "cache", 4, layout)
         if not 0 < head_dim < cache.shape[-1]:
-            raise ValueError(
-                f"head_dim: expected between 1 and {cache.shape[-1] - 1}, got {head_dim}; "
-                "fix: the last dimension of cache holds head_dim + value_dim elements"
-            )
+            limits = f"1 to {cache.shape[-1] - 1}"
+            fail("head_dim", limits, head_dim, "the last dimension of cache holds head_dim + value_dim elements")
         return cls(cache[..., :head_dim], cache[..., head_dim:], layout)
 
     @property

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from octavo import ops
-from octavo.shapes import LogSumExp, Output
-from octavo.validation import check_device, check_last_dim, check_no_grad, check_shape, fail
+from octavo.errors import fail
+from octavo.shapes import LogSumExp, Output, Tensor
+from octavo.validation import check_device, check_last_dim, check_no_grad, check_shape
 
 
 def merge(states: Sequence[tuple[Output, LogSumExp]]) -> tuple[Output, LogSumExp]:
@@ -30,7 +31,9 @@ def merge(states: Sequence[tuple[Output, LogSumExp]]) -> tuple[Output, LogSumExp
         if not isinstance(state, (tuple, list)) or len(state) != 2:
             fail(f"states[{i}]", "a pair (out, lse)", type(state).__name__, "pass what run() returned", TypeError)
     first = states[0][0]
-    check_shape("states[0] out", first, (None, None, None))
+    if not isinstance(first, Tensor) or first.dim() != 3:
+        got = type(first).__name__ if not isinstance(first, Tensor) else f"shape {list(first.shape)}"
+        fail("states[0] out", "a tensor [tokens, heads, dim]", got, "pass what run() returned")
     for i, (out, lse) in enumerate(states):
         check_shape(f"states[{i}] out", out, tuple(first.shape))
         check_shape(f"states[{i}] lse", lse, tuple(first.shape[:2]))

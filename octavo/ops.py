@@ -145,6 +145,14 @@ def _writes_only(*inputs: object, **options: object) -> None:
 for _name in ("attention_out", "plan", "append"):
     torch.library.register_fake(f"octavo::{_name}", _writes_only, lib=_LIBRARY)
 
+
+def is_traced(x: Tensor) -> bool:
+    """Whether PyTorch must see an operator: under torch.compile or export, or for tensor subclasses (fakes, modes)."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
+# The dispatcher costs some 15 us a call; what it would do for plain tensors is done here without it.
+attention_now, attention_out_now, plan_now = _attention, _attention_out, _plan
 attention = torch.ops.octavo.attention.default
 attention_out = torch.ops.octavo.attention_out.default
 plan = torch.ops.octavo.plan.default

@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.errors import fail
 from octavo.shapes import BlockTable, Indptr, PageIds, PerSequence, Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-
-def _require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
-    if not condition:
-        raise error(message)
 
 
 @dataclass(frozen=True)
@@ -46,33 +42,23 @@ class AttentionSpec:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool),
-                f"{name}: expected an int, got {value!r}; fix: pass a plain Python int",
-                TypeError,
-            )
-            _require(value >= 1, f"{name}: expected at least 1, got {value}; fix: pass the model's {name}")
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
-        for name in ("head_dim", "value_dim"):
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "value_dim", "page_size"):
             value = getattr(self, name)
-            _require(
-                isinstance(value, int) and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
-                f"{name}: expected an int from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {value!r}; "
-                "fix: pad the head dimension with zeros and pass the unpadded sm_scale",
-            )
-        _require(
-            self.num_qo_heads % self.num_kv_heads == 0,
-            f"num_qo_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, got {self.num_qo_heads}; "
-            "fix: every K/V head must serve the same number of query heads",
-        )
-        _require(
-            self.dtype in DTYPES,
-            f"dtype: expected one of bfloat16, float16, float32, got {self.dtype}; fix: cast q, k and v",
-            TypeError,
-        )
+            if not isinstance(value, int) or isinstance(value, bool):
+                fail(name, "an int", repr(value), "pass a plain Python int", TypeError)
+            if value < 1:
+                fail(name, "at least 1", value, f"pass the model's {name}")
+        for name in ("head_dim", "value_dim"):
+            if not MIN_HEAD_DIM <= getattr(self, name) <= MAX_HEAD_DIM:
+                limits = f"{MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+                fail(name, limits, getattr(self, name), "pad the heads with zeros and pass the unpadded sm_scale")
+        if self.num_qo_heads % self.num_kv_heads:
+            multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
+            fail("num_qo_heads", multiple, self.num_qo_heads, "every K/V head serves the same number of query heads")
+        if self.dtype not in DTYPES:
+            fail("dtype", "bfloat16, float16 or float32", self.dtype, "cast q, k and v", TypeError)
 
     @property
     def group_size(self) -> int:
@@ -117,11 +103,9 @@ class PagedBatch:
         for name, x in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
             _check_index(name, x, rank=1)
         batch_size = _check_indptr(qo_indptr)
-        _require(
-            kv_indptr.shape[0] == qo_indptr.shape[0],
-            f"kv_indptr: expected as many elements as qo_indptr ({qo_indptr.shape[0]}), got {kv_indptr.shape[0]}; "
-            "fix: both hold one offset per sequence plus one",
-        )
+        if kv_indptr.shape[0] != batch_size + 1:
+            same = f"as many elements as qo_indptr ({batch_size + 1})"
+            fail("kv_indptr", same, kv_indptr.shape[0], "both hold one offset per sequence plus one")
         if last_page_len is not None:
             _check_index("last_page_len", last_page_len, rank=1)
             _check_per_sequence("last_page_len", last_page_len, batch_size)
@@ -147,10 +131,8 @@ class PagedBatch:
 
     def _check_one_device(self) -> None:
         for name, x in self.tensors().items():
-            _require(
-                x.device == self.device,
-                f"{name}: expected on {self.device} like qo_indptr, got {x.device}; fix: move all index tensors there",
-            )
+            if x.device != self.device:
+                fail(name, f"on {self.device} like qo_indptr", x.device, "keep all index tensors on one device")
 
     def tensors(self) -> dict[str, Tensor]:
         """The index tensors that are set, by their public names."""
@@ -195,37 +177,25 @@ class PagedBatch:
 
 
 def _check_index(name: str, x: object, rank: int) -> None:
-    _require(
-        isinstance(x, Tensor),
-        f"{name}: expected a tensor, got {type(x).__name__}; fix: torch.tensor(..., dtype=torch.int32)",
-        TypeError,
-    )
-    assert isinstance(x, Tensor)
-    _require(
-        x.dtype in INDEX_DTYPES,
-        f"{name}: expected int32 or int64, got {x.dtype}; fix: {name}.to(torch.int32)",
-        TypeError,
-    )
-    _require(x.dim() == rank, f"{name}: expected {rank} dimension(s), got shape {list(x.shape)}; fix: see PagedBatch")
-    _require(
-        x.stride(-1) == 1 or x.shape[-1] <= 1,
-        f"{name}: expected a contiguous last dimension, got strides {x.stride()}; fix: {name}.contiguous()",
-    )
+    if not isinstance(x, Tensor):
+        fail(name, "a tensor", type(x).__name__, "torch.tensor(..., dtype=torch.int32)", TypeError)
+    if x.dtype not in INDEX_DTYPES:
+        fail(name, "int32 or int64", x.dtype, f"{name}.to(torch.int32)", TypeError)
+    if x.dim() != rank:
+        fail(name, f"{rank} dimension(s)", f"shape {list(x.shape)}", "see PagedBatch for its shape")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        fail(name, "a contiguous last dimension", f"strides {x.stride()}", f"{name}.contiguous()")
 
 
 def _check_indptr(qo_indptr: Tensor) -> int:
-    _require(
-        qo_indptr.shape[0] >= 1,
-        "qo_indptr: expected at least one element, got none; fix: an empty batch is torch.tensor([0])",
-    )
+    if qo_indptr.shape[0] < 1:
+        fail("qo_indptr", "at least one element", "none", "an empty batch is torch.tensor([0])")
     return qo_indptr.shape[0] - 1
 
 
 def _check_per_sequence(name: str, x: Tensor, batch_size: int) -> None:
-    _require(
-        x.shape[0] == batch_size,
-        f"{name}: expected one row per sequence ({batch_size}), got {x.shape[0]}; fix: qo_indptr has one element more",
-    )
+    if x.shape[0] != batch_size:
+        fail(name, f"one row per sequence ({batch_size})", x.shape[0], "qo_indptr has one element more")
 
 
 @dataclass(frozen=True)

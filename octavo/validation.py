@@ -1,16 +1,14 @@
 """The one validator: shapes, dtypes, devices, strides always; values where reading them is free or asked for."""
 
+import functools
 import math
 
 import torch
 
+from octavo.errors import fail
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
-
-
-def fail(name: str, expected: str, got: object, fix: str, error: type[Exception] = ValueError) -> None:
-    raise error(f"{name}: expected {expected}, got {got}; fix: {fix}")
 
 
 def spec_of(q: Tensor, kv: PagedKV, causal: bool = True) -> AttentionSpec:
@@ -19,15 +17,12 @@ def spec_of(q: Tensor, kv: PagedKV, causal: bool = True) -> AttentionSpec:
         fail("q", "a tensor", type(q).__name__, "pass q as [tokens, qo_heads, head_dim]", TypeError)
     if q.dim() != 3:
         fail("q", "3 dimensions [tokens, qo_heads, head_dim]", f"shape {list(q.shape)}", "q.view(tokens, heads, dim)")
-    return AttentionSpec(
-        num_qo_heads=q.shape[1],
-        num_kv_heads=kv.num_kv_heads,
-        head_dim=q.shape[2],
-        value_dim=kv.v_cache.shape[3],
-        page_size=kv.page_size,
-        causal=causal,
-        dtype=q.dtype,
-    )
+    value_dim = kv.v_cache.shape[3]
+    return _spec(q.shape[1], kv.num_kv_heads, q.shape[2], value_dim, kv.page_size, causal, q.dtype)
+
+
+# Specs of a model are few and asked for at every call; a raised error is not kept.
+_spec = functools.lru_cache(maxsize=256)(AttentionSpec)
 
 
 def check_call(spec: AttentionSpec, q: Tensor, kv: PagedKV, batch: PagedBatch) -> None:
@@ -81,12 +76,13 @@ def check_outputs(spec: AttentionSpec, q: Tensor, out: Tensor | None, lse: Tenso
 
 
 def check_shape(name: str, x: object, shape: tuple[int | None, ...]) -> None:
+    """The first dimension may be None: any."""
     if not isinstance(x, Tensor):
         fail(name, "a tensor", type(x).__name__, f"pass {name} as a torch.Tensor", TypeError)
-    assert isinstance(x, Tensor)
-    if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape, strict=True)):
+    got = tuple(x.shape)
+    if len(got) != len(shape) or got[1:] != shape[1:] or (shape[0] is not None and got[0] != shape[0]):
         wanted = ["any" if n is None else n for n in shape]
-        fail(name, f"shape {wanted}", list(x.shape), "shapes follow from q and the cache; see AttentionSpec")
+        fail(name, f"shape {wanted}", list(got), "shapes follow from q and the cache; see AttentionSpec")
 
 
 def check_last_dim(name: str, x: Tensor) -> None:

@@ -6,6 +6,7 @@ major: row r of a sequence is token r // group_size, query head kv_head * group_
 
 HEADER_WORDS = 16
 NUM_ITEMS = 0  # header word: items that follow
+ITEMS_TAKEN = 8  # header word: a counter that the planner zeroes and that a kernel leaves at zero
 
 ITEM_WORDS = 16  # 64 bytes: an item is read from two 32-byte sectors
 Q_START = 0  # first token of the sequence

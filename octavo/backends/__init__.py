@@ -1,5 +1,6 @@
 """Backends, and the choice among them: `resolve(spec, arch)` is pure and says why each other one was rejected."""
 
+import functools
 from dataclasses import dataclass
 
 from octavo.backends.arch import arch_of
@@ -19,6 +20,7 @@ class Choice:
     """(name, reason) of each backend that was preferred but cannot serve, or was passed over."""
 
 
+@functools.lru_cache(maxsize=1024)
 def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None) -> Choice:
     """The first backend that serves `spec` on `arch`; `override` names the one to take.
 

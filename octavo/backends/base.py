@@ -1,14 +1,12 @@
 """What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One validated call. `out` and `lse` are to be written completely, padding rows included."""
 
     spec: AttentionSpec

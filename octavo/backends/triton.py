@@ -1,5 +1,6 @@
 """Portable Triton backend: launchers for every GPU that Triton serves, and for its interpreter."""
 
+import functools
 import importlib.util
 
 import torch
@@ -7,14 +8,21 @@ import torch
 from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
+from octavo.backends.launch import Launcher, alignment, on_device_of
 from octavo.planning.schedule import max_items
 from octavo.planning.tiles import next_power_of_2, rows_per_tile, tile_config
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
 OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 256
+MAX_WRITERS = 64
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 MIN_CAPABILITY = 80
+
+ATTENTION = Launcher("octavo.kernels.attention", "attention_kernel")
+PLAN = Launcher("octavo.kernels.plan", "plan_kernel")
+APPEND = Launcher("octavo.kernels.append", "append_kernel")
+MERGE = Launcher("octavo.kernels.merge", "merge_kernel")
 
 
 class TritonBackend:
@@ -37,18 +45,14 @@ class TritonBackend:
         return work_item.HEADER_WORDS + items * work_item.ITEM_WORDS
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, block_m: int, plan: Tensor) -> None:
-        from octavo.kernels.plan import plan_kernel
-
         programs = -(-(batch.num_sequences + 1) // OWN_SEQUENCES)
         items = max_items(spec, num_tokens, batch.num_sequences, block_m)
-        writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), 64))
-        plan_kernel[(programs, writers)](
-            plan,
-            *_table(batch),
-            num_tokens,
-            batch.num_sequences,
-            **plan_constants(spec, block_m, batch.is_dense),
-        )
+        writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
+        table = _table(batch)
+        key = (spec, block_m, plan.device, *(None if x is None else x.dtype for x in table[:3]), batch.is_dense)
+        arguments = (plan, *table, num_tokens, batch.num_sequences)
+        with on_device_of(plan):
+            PLAN((programs, writers, 1), key, arguments, plan_constants(spec, block_m, batch.is_dense))
 
     def attend(self, call: AttentionCall) -> None:
         num_tokens = call.q.shape[0]
@@ -60,56 +64,37 @@ class TritonBackend:
             words = self.plan_words(call.spec, num_tokens, call.batch.num_sequences, block_m)
             plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
             self.plan(call.spec, call.batch, num_tokens, block_m, plan)
+        if call.scale_tensor is None and call.sm_scale < 0:
+            # The kernel takes a scale that it need not look at; -q is exact.
+            call = call._replace(q=-call.q, sm_scale=-call.sm_scale)
         _launch_attention(call, plan, block_m)
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
-        from octavo.kernels.append import append_kernel
-
         num_tokens, num_heads, head_dim = k.shape
         if num_tokens == 0 or num_heads == 0:
             return
-        qo_indptr, kv_ptr, last_page_len, table_stride, entries = _table(batch)
-        append_kernel[(-(-num_tokens // APPEND_TOKENS), num_heads)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            qo_indptr,
-            kv_ptr,
-            last_page_len,
-            batch.page_table,
-            table_stride,
-            entries,
-            num_tokens,
-            batch.num_sequences,
-            k_cache.shape[0],
-            batch.num_sequences.bit_length() + 1,
-            k.stride()[:2],
-            v.stride()[:2],
-            k_cache.stride()[:3],
-            v_cache.stride()[:3],
-            **append_constants(k_cache.shape[1], head_dim, v.shape[2], batch.is_dense),
-        )
+        table = _table(batch)
+        strides = (k.stride()[:2], v.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3])
+        steps = batch.num_sequences.bit_length() + 1
+        arguments = (k, v, k_cache, v_cache, *table[:3], batch.page_table, *table[3:], num_tokens)
+        arguments += (batch.num_sequences, k_cache.shape[0], steps, *strides)
+        constants = append_constants(k_cache.shape[1], head_dim, v.shape[2], batch.is_dense)
+        dtypes = (k.dtype, batch.page_table.dtype, *(None if x is None else x.dtype for x in table[:3]))
+        key = (tuple(constants.values()), dtypes, strides, alignment(k, v, k_cache, v_cache), k.device)
+        with on_device_of(k):
+            APPEND((-(-num_tokens // APPEND_TOKENS), num_heads, 1), key, arguments, constants)
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
-        from octavo.kernels.merge import merge_kernel
-
         num_tokens, num_heads, dim = out.shape
         num_rows = num_tokens * num_heads
         if num_rows == 0:
             return
-        merge_kernel[(-(-num_rows // MERGE_ROWS),)](
-            tuple(outs),
-            tuple(lses),
-            out,
-            lse,
-            tuple(x.stride()[:2] for x in outs),
-            tuple(x.stride() for x in lses),
-            out.stride()[:2],
-            lse.stride(),
-            num_rows,
-            **merge_constants(num_heads, dim),
-        )
+        strides = (tuple(x.stride()[:2] for x in outs), tuple(x.stride() for x in lses), out.stride()[:2], lse.stride())
+        arguments = (tuple(outs), tuple(lses), out, lse, *strides, num_rows)
+        constants = merge_constants(num_heads, dim)
+        key = (dim, out.dtype, strides, alignment(*outs, *lses, out, lse), out.device)
+        with on_device_of(out):
+            MERGE((-(-num_rows // MERGE_ROWS), 1, 1), key, arguments, constants)
 
 
 def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
@@ -120,6 +105,7 @@ def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
     return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
 
 
+@functools.lru_cache(maxsize=256)
 def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, int]:
     return {
         "GROUP": spec.group_size,
@@ -134,6 +120,7 @@ def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, 
     }
 
 
+@functools.lru_cache(maxsize=256)
 def attention_constants(
     spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool
 ) -> tuple[dict[str, int | str], dict[str, int]]:
@@ -173,29 +160,14 @@ def merge_constants(num_heads: int, dim: int) -> dict[str, int]:
 
 
 def _launch_attention(call: AttentionCall, plan: Tensor, block_m: int) -> None:
-    from octavo.kernels.attention import attention_kernel
-
-    spec = call.spec
-    same_strides = call.k_cache.stride() == call.v_cache.stride()
-    constants, options = attention_constants(spec, block_m, arch_of(call.q.device), same_strides)
+    q, k_cache, v_cache, out, table = call.q, call.k_cache, call.v_cache, call.out, call.batch.page_table
+    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    strides = (q.stride()[:2], k_strides, v_strides, out.stride()[:2], call.lse.stride())
+    arguments = (q, k_cache, v_cache, out, call.lse, plan, table, call.scale_tensor, call.sm_scale)
+    arguments += (q.shape[0], k_cache.shape[0], *strides)
+    constants, options = attention_constants(call.spec, block_m, arch_of(q.device), k_strides == v_strides)
+    scaled = call.scale_tensor is not None
+    key = (call.spec, block_m, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device)
     items = (plan.numel() - work_item.HEADER_WORDS) // work_item.ITEM_WORDS
-    attention_kernel[(items,)](
-        call.q,
-        call.k_cache,
-        call.v_cache,
-        call.out,
-        call.lse,
-        plan,
-        call.batch.page_table,
-        call.scale_tensor,
-        call.sm_scale,
-        call.q.shape[0],
-        call.k_cache.shape[0],
-        call.q.stride()[:2],
-        call.k_cache.stride()[:3],
-        call.v_cache.stride()[:3],
-        call.out.stride()[:2],
-        call.lse.stride(),
-        **constants,
-        **options,
-    )
+    with on_device_of(q):
+        ATTENTION((items, 1, 1), key, arguments, constants, options)

@@ -40,17 +40,17 @@ def sequence_shape(table, sequence, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr
 
 @triton.jit
 def key_pages(page_table, position, keys, num_pages, PAGE_SIZE: tl.constexpr):
-    """64-bit page ids of keys. A bad id is clamped into the cache."""
-    page = tl.load(page_table + position + keys // PAGE_SIZE).to(tl.int64)
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    """Page ids of keys, int32. A bad id is clamped into the cache: taken as unsigned, a negative one is a large one."""
+    page = tl.load(page_table + position + keys // PAGE_SIZE)
+    return tl.minimum(page.to(tl.uint32), (num_pages - 1).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def key_offsets(pages, keys, strides, PAGE_SIZE: tl.constexpr):
     """64-bit element offsets of keys in a cache with strides (page, token in page, head)."""
-    offsets = pages * strides[0]
+    offsets = pages.to(tl.int64) * strides[0]
     if PAGE_SIZE > 1:
-        offsets += (keys % PAGE_SIZE).to(tl.int64) * strides[1]
+        offsets += (keys % PAGE_SIZE) * strides[1]
     return offsets
 
 

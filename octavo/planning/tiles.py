@@ -60,9 +60,14 @@ def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[in
     """(keys, pipeline stages) to try, best first; shorter where longer ones would spill registers."""
     if _is_precise(spec):
         return ((32, 2), (16, 2))
+    if block_m == SMALL_ROWS:
+        # Little arithmetic hides behind the loads: long tiles keep more of them in flight.
+        return (((128, 2),) if max(spec.head_dim, spec.v_dim) > 64 else ()) + ((64, 3), (64, 2), (32, 2), (16, 2))
     operands_in_registers = arch.sm not in ASYNC_TENSOR_CORES
-    if operands_in_registers and block_m >= MEDIUM_ROWS and max(spec.head_dim, spec.v_dim) > 64:
+    if operands_in_registers and max(spec.head_dim, spec.v_dim) > 64:
         return ((32, 3), (32, 2), (16, 2))
+    if block_m == LARGE_ROWS:
+        return ((128, 3), (64, 3), (64, 2), (32, 2), (16, 2))
     return ((64, 3), (64, 2), (32, 2), (16, 2))
 
 
