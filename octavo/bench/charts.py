@@ -23,7 +23,7 @@ _MARKERS = {
     "seed": Marker("#6b7280", "cross", 3.5),
 }
 _OTHERS = (Marker("#7b3294", "diamond", 4), Marker("#7b3294", "wedge"), Marker("#7b3294", "plus"))
-_SLOWEST_SHOWN, _FASTEST_SHOWN = 0.1, 4.0
+_SLOWEST_SHOWN, _FASTEST_SHOWN = 0.25, 2.5
 
 
 def markers(labels: Sequence[str]) -> dict[str, Marker]:
@@ -50,25 +50,28 @@ def speed_chart(summary: Summary) -> str:
     for row, case in enumerate(cases):
         y = top + 24 * row + 12
         canvas.text(left - 8, y + 4, _clipped(case.name), "end")
-        for label in sorted(case.records, key=lambda label: label == ours):
-            ratio = case.speed_of(label, ours)
-            if ratio:
-                _mark_ratio(canvas, x, y, ratio, marks[label], _tip(case, label))
+        _speed_row(canvas, x, y, case, ours, marks)
     canvas.text((x.start + x.end) / 2, bottom + 16, f"speed as a multiple of {ours}'s (right is faster)", "middle")
     canvas.height = bottom + 26
     return canvas.render()
 
 
-def _mark_ratio(canvas: Canvas, x: LogScale, y: float, ratio: float, marker: Marker, tip: str) -> None:
-    """One off the scale is written out at its end."""
-    if x.low <= ratio <= x.high:
-        canvas.mark(x(ratio), y, marker, tip)
-    elif ratio < x.low:
-        canvas.mark(x.start + 6, y, marker, tip)
-        canvas.text(x.start + 13, y + 4, f"{ratio:.2g}x", size=9)
-    else:
-        canvas.mark(x.end, y, marker, tip)
-        canvas.text(x.end - 7, y + 4, f"{ratio:.2g}x", "end", 9)
+def _speed_row(canvas: Canvas, x: LogScale, y: float, case: Case, ours: str, marks: dict[str, Marker]) -> None:
+    """Octavo's marker on top. Those off the scale stand at its end one beside the other, their ratios written out."""
+    slow = fast = 0
+    for label in sorted(case.timed(), key=lambda label: (label == ours, -(case.us(label) or 0))):
+        ratio = case.speed_of(label, ours) or 1.0
+        tip = _tip(case, label)
+        if ratio < x.low:
+            canvas.mark(x.start + 6 + 46 * slow, y, marks[label], tip)
+            canvas.text(x.start + 13 + 46 * slow, y + 4, f"{ratio:.1g}x", size=9)
+            slow += 1
+        elif ratio > x.high:
+            canvas.mark(x.end - 46 * fast, y, marks[label], tip)
+            canvas.text(x.end - 7 - 46 * fast, y + 4, f"{ratio:.2g}x", "end", 9)
+            fast += 1
+        else:
+            canvas.mark(x(ratio), y, marks[label], tip)
 
 
 def _clipped(name: str) -> str:
@@ -110,7 +113,9 @@ def _roof(plot: Plot, peak: float, bandwidth: float) -> None:
     corners = [(start, start * bandwidth), (ridge, peak), (plot.x.high, peak)]
     plot.canvas.path([(plot.x(a), plot.y(b)) for a, b in corners], INK, 2)
     plot.canvas.text(plot.x.end, plot.y(peak) - 6, f"matmul {peak:.3g} TFLOP/s", "end", 10)
-    plot.canvas.text(plot.x(start) + 6, plot.y(start * bandwidth) - 8, f"copy {bandwidth * 1e3:,.0f} GB/s", "start", 10)
+    middle = (start * ridge) ** 0.5
+    label = f"copy {bandwidth * 1e3:,.0f} GB/s"
+    plot.canvas.text(plot.x(middle) - 6, plot.y(middle * bandwidth) - 8, label, "end", 10)
 
 
 @dataclass(frozen=True)

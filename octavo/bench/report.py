@@ -71,8 +71,8 @@ def _headline(summary: Summary) -> str:
         return ""
     ahead = sum(ratio >= 1 for ratio in ratios)
     mean = geometric_mean(ratios)
-    text = f"<b>{mean:.2f} times</b> the speed of the best paged peer (geometric mean of {len(ratios)} batches); "
-    return f"<p class='headline'>{escape(summary.ours)}: {text}ahead on {ahead}.</p>"
+    text = f"<b>{mean:.2f} times</b> the speed of the best paged peer (geometric mean over {len(ratios)} batches); "
+    return f"<p class='headline'>{escape(summary.ours)}: {text}ahead on {ahead} of them.</p>"
 
 
 def _figure(svg: str) -> str:

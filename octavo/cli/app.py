@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import octavo
-from octavo.cli import bench, check, compile, info, run
+from octavo.cli import bench, check, compile, info, report, run
 
 app = typer.Typer(
     name="octavo",
@@ -38,3 +38,4 @@ app.command("check")(check.check)
 app.command("info")(info.info)
 app.command("compile")(compile.compile_kernels)
 app.command("bench")(bench.bench)
+app.command("report")(report.report)

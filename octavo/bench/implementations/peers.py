@@ -5,6 +5,7 @@ Each module has a `make(...)` whose arguments are used here by name; docs/benchm
 
 import importlib
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -105,8 +106,13 @@ def load(name: str) -> Implementation:
     """Raises ImportError, or whatever importing the library raises."""
     module_name, distribution, make = _PEERS[name]
     module = importlib.import_module(module_name)
+    return Implementation(name, partial(make, module), {distribution: _version(distribution)})
+
+
+def _version(distribution: str) -> str:
+    """From the package's metadata or, where a folder of peers was stripped of it, from the package."""
     try:
-        version = metadata.version(distribution)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        version = str(getattr(module, "__version__", "unknown"))
-    return Implementation(name, partial(make, module), {distribution: version})
+        package = sys.modules.get(distribution.removesuffix("-python"))
+        return str(getattr(package, "__version__", "unknown"))

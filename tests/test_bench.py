@@ -1,0 +1,252 @@
+"""The benchmark's parts: problems by name, interleaved measurement, results on disk, implementations by import."""
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.bench import results
+from octavo.bench.gate import Gate
+from octavo.bench.implementations import DEFAULT, RECORDED, find
+from octavo.bench.measure import MAX_REPS, MIN_REPS, Spread, Subject, interleave
+from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
+from octavo.bench.results import Context
+from octavo.bench.workloads import Inputs, Workload, make_inputs
+from octavo.problem import AttentionSpec
+
+CONTEXT = Context("r1", "abc", "a card", {"octavo": "0"}, {"tflops": 800.0, "gbps": 4000.0})
+
+
+def test_names_say_what_they_hold() -> None:
+    assert parse_case("8x1k/4k").qo_lens == (1024,) * 8
+    assert parse_case("8x1k/4k").kv_lens == (4096,) * 8
+    assert parse_case("dead 12383/1").qo_lens == (12383,)
+    mixed = parse_case("64x1..64/1k..8k")
+    assert mixed == parse_case("64x1..64/1k..8k") and len(set(mixed.kv_lens)) > 32
+    assert all(1 <= n <= 64 for n in mixed.qo_lens) and all(1024 <= n <= 8192 for n in mixed.kv_lens)
+
+
+@pytest.mark.parametrize("name", ["", "8x1k", "x1/2", "1k/4m", "8x1k/4k extra", "-1/4"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected .*got .*fix:"):
+        parse_case(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", SETS)
+def test_sets_hold_distinct_problems_that_survive_json(name: str, device: str) -> None:
+    for quick in (False, True):
+        problems = problem_set(name, SPEC, device=device, quick=quick)
+        assert len({p.name for p in problems}) == len(problems) >= 2
+        for problem in problems:
+            again = Problem.from_json(json.loads(json.dumps(problem.as_json())))
+            assert again.spec == problem.spec and again.workload.kv_lens == problem.workload.kv_lens
+
+
+def test_sweeps_vary_what_they_say() -> None:
+    assert {p.spec.page_size for p in problem_set("page", SPEC)} >= {1, 16, 128}
+    assert {p.spec.head_dim for p in problem_set("dim", SPEC)} >= {64, 80, 192, 256}
+    assert {p.spec.group_size for p in problem_set("heads", SPEC)} >= {1, 8, 16}
+    assert len({len(p.workload.qo_lens) for p in problem_set("batch", SPEC)}) >= 8
+
+
+def test_filter_finds_by_regular_expression() -> None:
+    assert [p.name for p in select(named(ROWS, SPEC), "^decode (16|64)x")] == ["decode 16x1/4k", "decode 64x1/4k"]
+
+
+class _FakeClock:
+    """Calls take what they say; the order in which they were timed is kept."""
+
+    def __init__(self) -> None:
+        self.timed: list[float] = []
+
+    def span(self, call: Callable[[], object], lead_us: float) -> float:
+        took = self.host(call)
+        self.timed.append(took)
+        return took
+
+    def wall(self, call: Callable[[], object]) -> float:
+        return self.host(call)
+
+    def host(self, call: Callable[[], object]) -> float:
+        took = call()
+        assert isinstance(took, float)
+        return took
+
+    def synchronize(self) -> None: ...
+
+
+def test_subjects_take_turns() -> None:
+    clock = _FakeClock()
+    spreads = interleave([Subject("a", "us", lambda: 10.0), Subject("b", "us", lambda: 20.0)], clock, 0.1)
+    assert spreads["a", "us"] == Spread(10.0, 10.0, 10.0, MAX_REPS)
+    assert clock.timed[-8:] == [10.0, 20.0] * 4
+
+
+def test_a_slow_subject_is_timed_less_often_but_all_along() -> None:
+    clock = _FakeClock()
+    spreads = interleave([Subject("fast", "us", lambda: 10.0), Subject("slow", "us", lambda: 90_000.0)], clock, 0.1)
+    assert spreads["slow", "us"].reps == MIN_REPS
+    turns = [i for i, took in enumerate(clock.timed[4:]) if took == 90_000.0]
+    gaps = [b - a for a, b in pairwise(turns)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_spread_is_median_and_percentiles() -> None:
+    assert Spread.of([float(n) for n in range(101)]) == Spread(50.0, 20.0, 80.0, 101)
+
+
+def _record(impl: str = "octavo", us: float | None = 100.0, case: str = "1x4k/4k", run: str = "r1") -> results.Record:
+    problem = Problem(case, parse_case(case))
+    event = {"event": "result", "impl": impl, "us": us} if us else {"event": "error", "impl": impl, "error": "wrong"}
+    return {**CONTEXT.record(problem, event), "run": run}
+
+
+def test_rates_follow_from_the_problem() -> None:
+    record = _record(us=1000.0)
+    pairs = 4096 * 4097 // 2
+    assert record["tflops"] == pytest.approx(4 * 32 * 128 * pairs / 1e9, rel=1e-4)
+    assert record["gbps"] == pytest.approx(record["bytes"] / 1e6, rel=1e-4)
+
+
+def test_results_survive_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    results.append(path, _record())
+    with path.open("a") as file:
+        file.write('{"run": "r1", "case')
+    assert len(results.read(path)) == 1
+    results.append(path, _record("fa4"))
+    assert [r["impl"] for r in results.read(path)] == ["octavo", "fa4"]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"run": 1}\n')
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: expected .*fix:"):
+        results.read(path)
+
+
+def test_the_last_run_and_its_last_record_count() -> None:
+    records = [_record(us=5.0), _record(us=7.0, run="r2"), _record(us=9.0, run="r2")]
+    assert [r["us"] for r in results.of_run(records)] == [9.0]
+    assert [r["us"] for r in results.of_run(records, "r1")] == [5.0]
+
+
+def test_absent_ones_say_why(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('no driver')")
+    names = ["octavo", "nobody", "broken", "gone"]
+    present, absent = find(names, adapters={"broken": str(broken), "gone": str(tmp_path / "gone.py")})
+    assert list(present) == ["octavo"] and set(absent) == {"nobody", "broken", "gone"}
+    assert "no driver" in absent["broken"] and "--adapter nobody=FILE.py" in absent["nobody"]
+
+
+def test_defaults_are_recorded() -> None:
+    assert set(DEFAULT["cuda"]) | set(DEFAULT["cpu"]) == set(RECORDED)
+
+
+_FAKE_PEERS = {
+    "use_flashinfer": """
+        def make(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, page_size, num_qo_heads, num_kv_heads, sm_scale,
+                 backend="fa2", kv_last_page_len=None, causal=True):
+            plans = []
+            def run():
+                assert plans and k_cache.shape[1:3] == (page_size, num_kv_heads) and q.shape[1] == num_qo_heads
+                tables = qo_indptr, kv_indptr, kv_indices
+                return compute(q, k_cache, v_cache, *tables, sm_scale, kv_last_page_len, causal)
+            return lambda: plans.append(backend), run
+
+        def make_decode(q, k_cache, v_cache, kv_indptr, kv_indices, page_size, num_qo_heads, num_kv_heads, sm_scale,
+                        kv_last_page_len=None):
+            qo_indptr = torch.arange(len(q) + 1)
+            return make(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, page_size, num_qo_heads, num_kv_heads,
+                        sm_scale, kv_last_page_len=kv_last_page_len)
+    """,
+    "use_fa4": """
+        def make(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, page_size, num_qo_heads, num_kv_heads, sm_scale,
+                 kv_last_page_len=None, causal=True):
+            args = q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, sm_scale, kv_last_page_len, causal
+            return lambda: natural(*compute(*args))
+    """,
+    "use_fa3_dense": """
+        def make(q, k, v, cu_seqlens_q, cu_seqlens_k, sm_scale, causal=True, num_splits=1, pack_gqa=None):
+            args = q, k[:, None], v[:, None], cu_seqlens_q, cu_seqlens_k, torch.arange(len(k)), sm_scale, None, causal
+            return lambda: natural(*compute(*args))
+    """,
+}
+_FAKE_COMMON = """
+    import math, torch, octavo
+
+    def compute(q, k, v, qo, kv, ids, scale, last, causal):
+        return octavo.run(q, k, v, qo.int(), kv.int(), ids.int(), scale, last_page_len=last, causal=causal)
+
+    def natural(out, lse):
+        lse = lse.T * math.log(2)
+        return out, torch.where(lse == -math.inf, math.inf, lse)
+"""
+
+
+@pytest.fixture
+def peers_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Modules with the peers' interface, computed by Octavo itself."""
+    for name, text in _FAKE_PEERS.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(_FAKE_COMMON) + textwrap.dedent(text))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return str(tmp_path)
+
+
+def _inputs(qo: tuple[int, ...], kv: tuple[int, ...], page_size: int = 1) -> Inputs:
+    spec = AttentionSpec(4, 2, 128, page_size=page_size)
+    return make_inputs(Workload("w", qo, kv), spec, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("impl", "inputs"),
+    [
+        ("flashinfer-fa2", _inputs((5, 3), (9, 2), page_size=4)),
+        ("flashinfer-fa3", _inputs((5, 3), (9, 2))),
+        ("flashinfer-decode", _inputs((1, 1, 1), (9, 2, 33), page_size=4)),
+        ("fa4", _inputs((5, 3), (9, 2), page_size=4)),
+        ("fa3-dense", _inputs((5, 3), (9, 2), page_size=4)),
+        ("sdpa-flash", _inputs((5, 5, 1), (5, 5, 40), page_size=4)),
+        ("sdpa-gather", _inputs((5, 2, 1), (5, 9, 40), page_size=4)),
+        ("octavo", _inputs((5, 3), (9, 2), page_size=4)),
+    ],
+)
+def test_adapters_pass_the_gate(impl: str, inputs: Inputs, peers_dir: str) -> None:
+    """What each adapter hands over and takes back, rows without keys included."""
+    present, absent = find([impl], peers_dir)
+    assert not absent
+    prepared = present[impl].make(inputs)
+    if prepared.plan is not None:
+        prepared.plan()
+    verdict, out = Gate.of(inputs).check(prepared, prepared.run)
+    assert verdict.ok, verdict.message
+    assert out.shape == (inputs.q.shape[0], 4, 128)
+
+
+def test_the_gate_sees_unwritten_memory() -> None:
+    inputs = _inputs((5, 3), (9, 12))
+    prepared = find(["octavo"])[0]["octavo"].make(inputs)
+    out, lse = prepared.buffers
+    verdict, _ = Gate.of(inputs).check(prepared, lambda: (out, lse))
+    assert not verdict.ok
+    assert torch.isnan(out).all()
+
+
+def test_the_adapter_in_the_docs_works(tmp_path: Path) -> None:
+    """The example in docs/benchmarks.md, as it stands there."""
+    docs = Path(__file__).resolve().parent.parent / "docs/benchmarks.md"
+    (tmp_path / "example.py").write_text(docs.read_text().split("```python\n", 1)[1].split("```", 1)[0])
+    inputs = _inputs((5, 3), (9, 2), page_size=4)
+    found = find(["example"], adapters={"example": str(tmp_path / "example.py")})[0]["example"]
+    prepared = found.make(inputs)
+    verdict, _ = Gate.of(inputs).check(prepared, prepared.run)
+    assert verdict.ok, verdict.message
+    assert dict(found.versions) == {"my-library": "1.0"}
