@@ -1,10 +1,10 @@
 """CPU: pages gathered once per sequence, then PyTorch's own attention; no tokens x keys mask is ever built."""
 
-import math
-
 import torch
 
+from octavo.backends import cpu_attention
 from octavo.backends.base import AttentionCall
+from octavo.backends.cpu_pages import sequences_of
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
@@ -25,10 +25,28 @@ class CpuBackend:
         raise ValueError("plan: the CPU backend makes no device plan")
 
     def attend(self, call: AttentionCall) -> None:
-        raise NotImplementedError
+        cpu_attention.attend(call)
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
-        raise NotImplementedError
+        page_size = k_cache.shape[1]
+        rows, pages, slots = [], [], []
+        for s in sequences_of(batch, page_size):
+            written = min(s.q_len, s.kv_len)
+            positions = torch.arange(s.kv_len - written, s.kv_len)
+            rows.append(torch.arange(s.start + s.q_len - written, s.start + s.q_len))
+            pages.append(s.page_ids[positions // page_size].long())
+            slots.append(positions % page_size)
+        if not rows:
+            return
+        row, page, slot = torch.cat(rows), torch.cat(pages), torch.cat(slots)
+        if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < k_cache.shape[0]:
+            got = f"{int(page.min())} to {int(page.max())}"
+            raise ValueError(f"page ids: expected 0 to {k_cache.shape[0] - 1}, got {got}; fix: ids index k_cache's pages")
+        k_cache[page, slot] = k[row]
+        v_cache[page, slot] = v[row]
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
-        raise NotImplementedError
+        step = max(1, cpu_attention.MERGE_ELEMENTS // max(1, out[:1].numel()))
+        for low in range(0, out.shape[0], step):
+            part = slice(low, low + step)
+            out[part], lse[part] = cpu_attention.merge_states([x[part] for x in outs], [x[part] for x in lses])
