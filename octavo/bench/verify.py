@@ -4,8 +4,9 @@ Nothing is tuned by hand: PyTorch computes the same rows in the same dtype, and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -16,6 +17,7 @@ from octavo.reference import LOG2_E, gather_pages, page_ids, reference, sequence
 from octavo.shapes import LogSumExp, Output, Queries, Tensor
 
 PEER_FACTOR = 2.0
+MASK_ELEMENTS = 1 << 19
 LOG2_ROUNDING = 2.0**-22
 """Relative error of the loosest float32 log2 in use (PTX lg2.approx)."""
 
@@ -77,10 +79,10 @@ def verify_rows(
 ) -> Verdict:
     """Compare token rows of (out, lse) with the float64 oracle under the tolerance rule.
 
-    A row that sees no key must be exactly 0 and -inf. Every other row, taken over all its heads:
-    |out - exact| <= 2 |PyTorch's own out - exact| + one rounding of out's dtype, and
-    |lse - exact| <= 2 |PyTorch's own lse - exact| + a float32 rounding of each product in the longest logit, where
-    PyTorch's error is the largest among all rows compared: its exp on the CPU is off by 2^-15 or exact as vectors fall.
+    A row that sees no key must be exactly 0 and -inf. Every other row, with |x| the largest over all its heads:
+    |out - exact| <= |exact| (2 PyTorch's error, relative to its |exact|, + one rounding of out's dtype), and
+    |lse - exact| <= 2 PyTorch's error + a float32 rounding of each product in the longest logit.
+    PyTorch's errors are the largest among the rows compared: on single rows they come and go with how vectors fall.
 
     Args:
         q, kv, batch, out, lse: one call and its result, on one device.
@@ -97,17 +99,20 @@ def verify_rows(
     index = torch.tensor([r.row for r in located], dtype=torch.int64, device=out.device)
     got_out, got_lse = out[index].cpu().double(), lse[index].cpu().double()
     peer = _Peer(spec, q, kv, batch.to("cpu"), scale)
-    limits = [
-        peer.limits(row, o, s) if row.seen else None for row, o, s in zip(located, exact_out, exact_lse, strict=True)
-    ]
-    peer_lse = max((x.peer_lse for x in limits if x), default=0.0)
+    measured = peer.limits([(i, row) for i, row in enumerate(located) if row.seen], exact_out, exact_lse)
+    peer_out = max((x.peer_out for x in measured.values()), default=0.0)
+    peer_lse = max((x.peer_lse for x in measured.values()), default=0.0)
+    rounding = torch.finfo(spec.dtype).eps / 2
     worst, failures = 0.0, []
-    for i, (row, limit) in enumerate(zip(located, limits, strict=True)):
+    for i, row in enumerate(located):
+        limit = measured.get(i)
         if limit is None:
             ratio, why = _judge_dead(got_out[i], got_lse[i])
         else:
             errors = (got_out[i] - exact_out[i], got_lse[i] - exact_lse[i])
-            ratio, why = _judge(errors, limit.out, PEER_FACTOR * peer_lse + limit.lse_rounding)
+            ratio, why = _judge(
+                errors, limit.size * (PEER_FACTOR * peer_out + rounding), PEER_FACTOR * peer_lse + limit.lse
+            )
         worst = max(worst, ratio)
         if why:
             failures.append(f"row {row.row} (sequence {row.sequence}, query {row.token}, sees {row.seen} keys): {why}")
@@ -136,65 +141,97 @@ def _judge(errors: tuple[Tensor, Tensor], *limits: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What one row is held to."""
+    """What the limits of one row are made of."""
 
-    out: float
+    size: float
+    """Largest |exact out|."""
+    peer_out: float
+    """Error of PyTorch's out, relative to size."""
     peer_lse: float
     """Error of PyTorch's lse."""
-    lse_rounding: float
+    lse: float
+    """Roundings that lse may have."""
 
 
 class _Peer:
-    """PyTorch's attention on single rows, keys of the sequence at hand kept gathered."""
+    """PyTorch's attention over the same rows, those of a sequence together under a mask, and how far it is off."""
 
     def __init__(self, spec: AttentionSpec, q: Tensor, kv: PagedKV, batch: PagedBatch, scale: float) -> None:
-        self.spec, self.q, self.kv, self.batch, self.scale = spec, q, kv, batch, scale
+        self.spec, self.kv, self.batch, self.scale = spec, kv, batch, scale
+        # A negative scale is folded into q, which is exact: fused softmax takes its maximum before scaling.
+        self.q = -q if scale < 0 else q
         self.kv_lens = sequence_lengths(batch, spec.page_size)[1]
-        self.sequence = -1
-        self.k = self.v = q
 
-    def limits(self, row: _Row, exact_out: Tensor, exact_lse: Tensor) -> _Limits:
-        """What a row that sees keys is held to."""
-        out, lse, longest = self._attend(row)
-        rounding = torch.finfo(self.spec.dtype).eps / 2 * float(exact_out.abs().max())
+    def limits(self, rows: list[tuple[int, _Row]], exact_out: Tensor, exact_lse: Tensor) -> dict[int, _Limits]:
+        """For each (index into exact_out and exact_lse, row that sees keys): what the row is held to."""
+        found = {}
+        for sequence, group in groupby(sorted(rows, key=_by_sequence), key=lambda r: r[1].sequence):
+            k, v = self._gather(sequence)
+            for chunk in _chunks(list(group)):
+                index = [i for i, _ in chunk]
+                results = zip(index, *self._attend([row for _, row in chunk], k, v), strict=True)
+                for i, out, lse, longest in results:
+                    found[i] = self._limits(out, lse, float(longest), exact_out[i], exact_lse[i])
+        return found
+
+    def _limits(self, out: Tensor, lse: Tensor, longest: float, exact_out: Tensor, exact_lse: Tensor) -> _Limits:
+        size = float(exact_out.abs().max())
         products = self.spec.head_dim * torch.finfo(torch.float32).eps / 2 * longest
         log2 = LOG2_ROUNDING * max(1.0, float(exact_lse.abs().max()))
-        return _Limits(PEER_FACTOR * _error(out, exact_out) + rounding, _error(lse, exact_lse), products + log2)
+        peer_out = _error(out, exact_out) / size if size else 0.0
+        return _Limits(size, peer_out, _error(lse, exact_lse), products + log2)
 
-    def _attend(self, row: _Row) -> tuple[Tensor, Tensor, float]:
-        """PyTorch's (out, lse) of one row, and the largest sum of |q k| in one of its logits, in units of lse."""
-        self._gather(row.sequence)
-        q = self.q[row.row].view(self.spec.num_kv_heads, self.spec.group_size, -1)
-        k, v = self.k[:, : row.seen], self.v[:, : row.seen]
-        # A negative scale is folded into q, which is exact: fused softmax takes its maximum before scaling.
-        signed = -q if self.scale < 0 else q
+    def _gather(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """K and V of one sequence, [kv_heads, keys, dim]; NaN and Inf become 0: a mask does not keep them out."""
+        kv_len = self.kv_lens[sequence]
+        ids = page_ids(self.batch, sequence, -(-kv_len // self.spec.page_size)).to(self.q.device)
+        k, v = (gather_pages(x, ids, kv_len).transpose(0, 1) for x in (self.kv.k_cache, self.kv.v_cache))
+        return torch.nan_to_num(k, 0.0, 0.0, 0.0), torch.nan_to_num(v, 0.0, 0.0, 0.0)
+
+    def _attend(self, rows: list[_Row], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(out [rows, heads, value_dim], lse [rows, heads], largest sum of |q k| in a logit [rows], in lse units)."""
+        n = max(row.seen for row in rows)
+        k, v = k[:, :n], v[:, :n]
+        heads, group = self.spec.num_kv_heads, self.spec.group_size
+        q = self.q[[row.row for row in rows]].unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2)
+        seen = torch.tensor([row.seen for row in rows], device=q.device).repeat_interleave(group)
+        hidden = torch.arange(n, device=q.device) >= seen[:, None]
         attention = _cpu_attention if q.device.type == "cpu" else _gpu_attention
-        out, lse = attention(signed, k, v, abs(self.scale))
-        longest = float(torch.matmul(q.float().abs(), k.float().abs().transpose(1, 2)).max()) * abs(self.scale) * LOG2_E
-        return out.flatten(0, 1).cpu().double(), lse.flatten().cpu().double(), longest
-
-    def _gather(self, sequence: int) -> None:
-        if sequence != self.sequence:
-            kv_len = self.kv_lens[sequence]
-            ids = page_ids(self.batch, sequence, -(-kv_len // self.spec.page_size)).to(self.q.device)
-            cache = (self.kv.k_cache, self.kv.v_cache)
-            self.k, self.v = (gather_pages(x, ids, kv_len).transpose(0, 1).contiguous() for x in cache)
-            self.sequence = sequence
+        out, lse = attention(q, k, v, hidden, abs(self.scale))
+        sums = torch.matmul(q.float().abs(), k.float().abs().transpose(1, 2)).masked_fill(hidden, 0.0)
+        longest = sums.amax(-1) * (abs(self.scale) * LOG2_E)
+        by_row = [x.cpu().double().unflatten(1, (len(rows), group)).transpose(0, 1) for x in (out, lse, longest)]
+        return by_row[0].flatten(1, 2), by_row[1].flatten(1, 2), by_row[2].flatten(1).amax(-1)
 
 
-def _cpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """PyTorch's (out, base-2 lse) of q [kv_heads, group, dim] over k, v [kv_heads, keys, dim], padded alike."""
+def _by_sequence(row: tuple[int, _Row]) -> tuple[int, int]:
+    return row[1].sequence, row[1].seen
+
+
+def _chunks(rows: list[tuple[int, _Row]]) -> Iterator[list[tuple[int, _Row]]]:
+    """Rows, ascending in keys seen, in runs whose mask stays small."""
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * rows[end][1].seen > MASK_ELEMENTS:
+            yield rows[start:end]
+            start = end
+
+
+def _cpu_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """PyTorch's (out, base-2 lse) of q [kv_heads, rows, dim] over k, v [kv_heads, keys, dim], padded alike."""
     width = max(q.shape[-1], v.shape[-1])
     padded = [pad(x, (0, width - x.shape[-1]))[None] for x in (q, k, v)]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*padded, scale=scale)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = fused(*padded, attn_mask=mask, scale=scale)
     return out[0, ..., : v.shape[-1]], lse[0] * LOG2_E
 
 
-def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The same on a GPU, where PyTorch gives no lse: it comes from float32 logits."""
-    out = scaled_dot_product_attention(q[None], k[None], v[None], scale=scale)[0]
+    out = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=~hidden, scale=scale)[0]
     logits = torch.matmul(q.float(), k.float().transpose(1, 2)) * scale
-    return out, torch.logsumexp(logits, dim=-1) * LOG2_E
+    return out, torch.logsumexp(logits.masked_fill(hidden, -math.inf), dim=-1) * LOG2_E
 
 
 def _error(peer: Tensor, exact: Tensor) -> float:
