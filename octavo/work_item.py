@@ -1,6 +1,6 @@
 """Layout of a plan: a header, then work items of int32 words. The planner writes it, both attention kernels read it.
 
-An item is one query tile of one K/V head over one range of keys. Rows of a tile are (token, head in group) pairs, token
+An item is one query tile of one K/V head over one range of keys, or a run of tiles that see no key. Rows of a tile are (token, head in group) pairs, token
 major: row r of a sequence is token r // group_size, query head kv_head * group_size + r % group_size.
 """
 
@@ -23,3 +23,4 @@ SPLIT = 10  # this item is part SPLIT of NUM_SPLITS of its tile's keys
 NUM_SPLITS = 11
 SLOT = 12  # first partial state of the tile in the workspace, where NUM_SPLITS > 1
 SEQUENCE = 13
+ROW_COUNT = 14  # rows of the item: one tile, or several where no row sees a key

@@ -9,7 +9,7 @@ from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.backends.launch import Launcher, alignment, on_device_of
-from octavo.planning.schedule import max_items
+from octavo.planning.schedule import ScheduleConfig, max_items
 from octavo.planning.tiles import next_power_of_2, rows_per_tile, tile_config
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
@@ -76,8 +76,8 @@ class TritonBackend:
         table = _table(batch)
         strides = (k.stride()[:2], v.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3])
         steps = batch.num_sequences.bit_length() + 1
-        arguments = (k, v, k_cache, v_cache, *table[:3], batch.page_table, *table[3:], num_tokens)
-        arguments += (batch.num_sequences, k_cache.shape[0], steps, *strides)
+        counts = (num_tokens, batch.num_sequences, k_cache.shape[0], steps)
+        arguments = (k, v, k_cache, v_cache, *table[:3], batch.page_table, *table[3:], *counts, *strides)
         constants = append_constants(k_cache.shape[1], head_dim, v.shape[2], batch.is_dense)
         dtypes = (k.dtype, batch.page_table.dtype, *(None if x is None else x.dtype for x in table[:3]))
         key = (tuple(constants.values()), dtypes, strides, alignment(k, v, k_cache, v_cache), k.device)
@@ -107,6 +107,7 @@ def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, int]:
+    schedule = ScheduleConfig(block_m)
     return {
         "GROUP": spec.group_size,
         "HKV": spec.num_kv_heads,
@@ -114,6 +115,8 @@ def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, 
         "BLOCK_M": block_m,
         "CAUSAL": spec.causal,
         "DENSE": dense,
+        "DEAD_TILES": schedule.dead_tiles,
+        "L2_KEYS": schedule.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize),
         "OWN": OWN_SEQUENCES,
         "OTHERS": OTHER_SEQUENCES,
         "ITEMS": ITEMS_AT_ONCE,
@@ -163,8 +166,8 @@ def _launch_attention(call: AttentionCall, plan: Tensor, block_m: int) -> None:
     q, k_cache, v_cache, out, table = call.q, call.k_cache, call.v_cache, call.out, call.batch.page_table
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     strides = (q.stride()[:2], k_strides, v_strides, out.stride()[:2], call.lse.stride())
-    arguments = (q, k_cache, v_cache, out, call.lse, plan, table, call.scale_tensor, call.sm_scale)
-    arguments += (q.shape[0], k_cache.shape[0], *strides)
+    scale = (call.scale_tensor, call.sm_scale)
+    arguments = (q, k_cache, v_cache, out, call.lse, plan, table, *scale, q.shape[0], k_cache.shape[0], *strides)
     constants, options = attention_constants(call.spec, block_m, arch_of(q.device), k_strides == v_strides)
     scaled = call.scale_tensor is not None
     key = (call.spec, block_m, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device)

@@ -17,6 +17,7 @@ from octavo.kernels.plan import (
     Q_LEN,
     Q_START,
     ROW_BEGIN,
+    ROW_COUNT,
     visible_keys,
 )
 from octavo.kernels.primitives import finish_softmax, key_offsets, key_pages, load_tile, online_softmax_step
@@ -76,12 +77,12 @@ def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides,
 
 
 @triton.jit
-def tile_rows(item, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(token in its sequence, token, query head, whether it exists) of each row of an item's tile.
+def tile_rows(item, first_row, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(token in its sequence, token, query head, whether it exists) of the item's rows from first_row on.
 
     Its loads are volatile, so that the epilogue reads the item again and nothing of this is live in the main loop.
     """
-    rows = tl.load(item + ROW_BEGIN, volatile=True) + tl.arange(0, BLOCK_M)
+    rows = tl.load(item + ROW_BEGIN, volatile=True) + first_row + tl.arange(0, BLOCK_M)
     token_in_sequence = rows // GROUP
     tokens = tl.load(item + Q_START, volatile=True) + token_in_sequence
     heads = (tl.load(item + KV_HEAD, volatile=True) * GROUP + rows % GROUP).to(tl.int64)
@@ -107,12 +108,14 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
     full_end = tl.load(item + FULL_END)
     position = (tl.load(item + PAGE_HIGH).to(tl.int64) << 32) | (tl.load(item + PAGE_LOW).to(tl.int64) & 0xFFFFFFFF)
 
-    token_in_sequence, tokens, heads, inside = tile_rows(item, num_tokens, GROUP, BLOCK_M)
     acc = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if (key_end <= key_begin) | (num_pages == 0):
-        store_rows(out, lse, acc, m, tokens, heads, inside, out_strides, lse_strides, DV)
+        for first_row in range(0, tl.load(item + ROW_COUNT), BLOCK_M):
+            _, tokens, heads, inside = tile_rows(item, first_row, num_tokens, GROUP, BLOCK_M)
+            store_rows(out, lse, acc, m, tokens, heads, inside, out_strides, lse_strides, DV)
         return
+    token_in_sequence, tokens, heads, inside = tile_rows(item, 0, num_tokens, GROUP, BLOCK_M)
 
     scale = sm_scale
     if scale_ptr is not None:
@@ -129,5 +132,5 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
     state = attend_keys(state, q, scale, limit, cache, middle, key_end, key_end, True, SAME_STRIDES,
                         D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
     values, lse_values = finish_softmax(*state)
-    token_in_sequence, tokens, heads, inside = tile_rows(item, num_tokens, GROUP, BLOCK_M)
+    token_in_sequence, tokens, heads, inside = tile_rows(item, 0, num_tokens, GROUP, BLOCK_M)
     store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)

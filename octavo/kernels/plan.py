@@ -27,11 +27,24 @@ SPLIT = tl.constexpr(layout.SPLIT)
 NUM_SPLITS = tl.constexpr(layout.NUM_SPLITS)
 SLOT = tl.constexpr(layout.SLOT)
 SEQUENCE = tl.constexpr(layout.SEQUENCE)
+ROW_COUNT = tl.constexpr(layout.ROW_COUNT)
 
 
 @triton.jit
-def items_of(q_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexpr):
-    return tl.cdiv(q_len * GROUP, BLOCK_M) * HKV
+def tiles_of(q_len, kv_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
+    """(tiles, leading ones of which no row sees a key) of sequences."""
+    tiles = tl.cdiv(q_len * GROUP, BLOCK_M)
+    dead = tl.zeros_like(tiles)
+    if CAUSAL:
+        dead = tl.maximum(q_len - kv_len, 0) * GROUP // BLOCK_M
+    return tiles, tl.where(kv_len == 0, tiles, dead)
+
+
+@triton.jit
+def items_of(q_len, kv_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
+             DEAD_TILES: tl.constexpr):  # fmt: skip
+    tiles, dead = tiles_of(q_len, kv_len, GROUP, BLOCK_M, CAUSAL)
+    return (tiles - dead + tl.cdiv(dead, DEAD_TILES)) * HKV
 
 
 @triton.jit
@@ -44,10 +57,35 @@ def visible_keys(token, q_len, kv_len, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def store_item(item, mask, shape, kv_head, row_begin, sequence,
-               GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+def locate_item(index, q_len, kv_len, GROUP: tl.constexpr, HKV: tl.constexpr, BLOCK_M: tl.constexpr,
+                CAUSAL: tl.constexpr, DEAD_TILES: tl.constexpr, L2_KEYS: tl.constexpr):  # fmt: skip
+    """(kv head, first row, rows) of a sequence's index-th item.
+
+    As many heads at a time as the L2 holds (L2_KEYS keys of one head), tiles from the last down; then the dead ones.
+    """
+    tiles, dead = tiles_of(q_len, kv_len, GROUP, BLOCK_M, CAUSAL)
+    live = tiles - dead
+    together = tl.minimum(tl.maximum(L2_KEYS // tl.maximum(kv_len, 1), 1), HKV)
+    group = index // tl.maximum(together * live, 1)
+    width = tl.maximum(tl.minimum(together, HKV - group * together), 1)
+    nth = index - group * together * live
+    live_head = group * together + nth % width
+    live_row = (tiles - 1 - nth // width) * BLOCK_M
+
+    runs = tl.maximum(tl.cdiv(dead, DEAD_TILES), 1)
+    nth = index - live * HKV
+    is_dead = nth >= 0
+    first = nth % runs * DEAD_TILES
+    head = tl.where(is_dead, nth // runs, live_head)
+    row_begin = tl.where(is_dead, first * BLOCK_M, live_row)
+    return head, row_begin, tl.where(is_dead, tl.minimum(dead - first, DEAD_TILES), 1) * BLOCK_M
+
+
+@triton.jit
+def store_item(item, mask, shape, place, sequence, GROUP: tl.constexpr, CAUSAL: tl.constexpr):
     q_start, q_len, kv_len, position = shape
-    last_token = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, q_len - 1)
+    kv_head, row_begin, row_count = place
+    last_token = tl.minimum((row_begin + row_count - 1) // GROUP, q_len - 1)
     tl.store(item + Q_START, q_start, mask)
     tl.store(item + Q_LEN, q_len, mask)
     tl.store(item + KV_LEN, kv_len, mask)
@@ -62,27 +100,28 @@ def store_item(item, mask, shape, kv_head, row_begin, sequence,
     tl.store(item + NUM_SPLITS, tl.full(row_begin.shape, 1, tl.int32), mask)
     tl.store(item + SLOT, tl.zeros_like(row_begin), mask)
     tl.store(item + SEQUENCE, sequence, mask)
+    tl.store(item + ROW_COUNT, row_count, mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "entries", "num_tokens", "num_sequences"],
             do_not_specialize_on_alignment=["qo_indptr", "kv_ptr", "last_page_len"])  # fmt: skip
 def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences,
                 GROUP: tl.constexpr, HKV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-                CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+                CAUSAL: tl.constexpr, DENSE: tl.constexpr, DEAD_TILES: tl.constexpr, L2_KEYS: tl.constexpr,
                 OWN: tl.constexpr, OTHERS: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
     """Grid (sequences and padding / OWN, writers): a program places OWN sequences and writes every writers-th chunk of
     ITEMS of their items."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     table = (qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences)
     own_shape = sequence_shape(table, own, PAGE_SIZE, DENSE)
-    own_items = items_of(own_shape[1], GROUP, HKV, BLOCK_M)
+    own_items = items_of(own_shape[1], own_shape[2], GROUP, HKV, BLOCK_M, CAUSAL, DEAD_TILES)
 
     place = tl.zeros([OWN], tl.int32)
     total = 0
     for start in range(0, num_sequences + 1, OTHERS):
         other = start + tl.arange(0, OTHERS)
         other_shape = sequence_shape(table, other, PAGE_SIZE, DENSE)
-        items = items_of(other_shape[1], GROUP, HKV, BLOCK_M)
+        items = items_of(other_shape[1], other_shape[2], GROUP, HKV, BLOCK_M, CAUSAL, DEAD_TILES)
         longer = other_shape[2][None, :] > own_shape[2][:, None]
         equal = other_shape[2][None, :] == own_shape[2][:, None]
         before = longer | (equal & (other[None, :] < own[:, None]))
@@ -103,7 +142,6 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
         slot = inside + tl.sum(tl.where(chosen, place[None, :], 0), 1)
         sequence = tl.program_id(0) * OWN + which
         shape = sequence_shape(table, sequence, PAGE_SIZE, DENSE)
-        tiles = tl.maximum(tl.cdiv(shape[1] * GROUP, BLOCK_M), 1)
-        row_begin = (tiles - 1 - inside % tiles) * BLOCK_M
+        place_in = locate_item(inside, shape[1], shape[2], GROUP, HKV, BLOCK_M, CAUSAL, DEAD_TILES, L2_KEYS)
         item = plan + HEADER_WORDS + slot.to(tl.int64) * ITEM_WORDS
-        store_item(item, nth < mine, shape, inside // tiles, row_begin, sequence, GROUP, BLOCK_M, CAUSAL)
+        store_item(item, nth < mine, shape, place_in, sequence, GROUP, CAUSAL)
