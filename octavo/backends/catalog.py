@@ -100,8 +100,8 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch) -> KernelBuild:
         f"attention h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim}/{spec.v_dim} ps{spec.page_size} "
         f"{str(spec.dtype).removeprefix('torch.')} {'causal' if spec.causal else 'full'} m{block_m}"
     )
-    # Float32 at this width has more live operands than registers on every architecture: right, and slower.
-    spills = None if spec.dtype == torch.float32 and spec.head_dim > 128 else 0
+    # A float32 product is three tf32 ones: more live operands than registers, right and slower.
+    spills = None if spec.dtype == torch.float32 else 0
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )
