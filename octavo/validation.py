@@ -18,7 +18,8 @@ def spec_of(q: Tensor, kv: PagedKV, causal: bool = True) -> AttentionSpec:
     if q.dim() != 3:
         fail("q", "3 dimensions [tokens, qo_heads, head_dim]", f"shape {list(q.shape)}", "q.view(tokens, heads, dim)")
     value_dim = kv.v_cache.shape[3]
-    return _spec(q.shape[1], kv.num_kv_heads, q.shape[2], value_dim, kv.page_size, causal, q.dtype)
+    make = AttentionSpec if torch.compiler.is_compiling() else _spec  # Dynamo traces no cache.
+    return make(q.shape[1], kv.num_kv_heads, q.shape[2], value_dim, kv.page_size, causal, q.dtype)
 
 
 # Specs of a model are few and asked for at every call; a raised error is not kept.
