@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.bench import results
+from octavo.bench.estimate import estimate
 from octavo.bench.gate import Gate
 from octavo.bench.implementations import DEFAULT, RECORDED, find
 from octavo.bench.measure import MAX_REPS, MIN_REPS, Spread, Subject, interleave
@@ -18,6 +19,7 @@ from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, 
 from octavo.bench.results import Context
 from octavo.bench.workloads import Inputs, Workload, make_inputs
 from octavo.problem import AttentionSpec
+from octavo.reference import reference
 
 CONTEXT = Context("r1", "abc", "a card", {"octavo": "0"}, {"tflops": 800.0, "gbps": 4000.0})
 
@@ -226,7 +228,7 @@ def test_adapters_pass_the_gate(impl: str, inputs: Inputs, peers_dir: str) -> No
     prepared = present[impl].make(inputs)
     if prepared.plan is not None:
         prepared.plan()
-    verdict, out = Gate.of(inputs).check(prepared, prepared.run)
+    verdict, (out, _) = Gate.of(inputs).check(prepared, prepared.run)
     assert verdict.ok, verdict.message
     assert out.shape == (inputs.q.shape[0], 4, 128)
 
@@ -250,3 +252,29 @@ def test_the_adapter_in_the_docs_works(tmp_path: Path) -> None:
     verdict, _ = Gate.of(inputs).check(prepared, prepared.run)
     assert verdict.ok, verdict.message
     assert dict(found.versions) == {"my-library": "1.0"}
+
+
+def test_the_gate_finds_the_one_wrong_row() -> None:
+    """Rows that no sample holds are found by their distance from an estimate of all rows."""
+    inputs = _inputs((300, 200), (400, 250))
+    prepared = find(["octavo"])[0]["octavo"].make(inputs)
+    gate = Gate.of(inputs)
+    right, lse = prepared.run() if prepared.plan is None else (prepared.plan(), prepared.run())[1]
+    assert gate.judge(right, lse).ok
+    for row in (11, 123, 333, 456):
+        assert row not in gate.rows
+        wrong = right.clone()
+        wrong[row, 3, 5:9] += 0.05
+        assert f"row {row} " in gate.judge(wrong, lse).message
+        off = lse.clone()
+        off[row, 2] += 0.01
+        assert f"row {row} " in gate.judge(right, off).message
+
+
+def test_the_estimate_is_the_oracle_in_float32() -> None:
+    inputs = _inputs((5, 40, 3), (2, 70, 0), page_size=4)
+    out, lse = estimate(inputs)
+    kv = inputs.kv
+    exact_out, exact_lse = reference(inputs.spec, inputs.q, kv.k_cache, kv.v_cache, inputs.batch)
+    torch.testing.assert_close(out.double(), exact_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-5)

@@ -26,14 +26,25 @@ ADAPTERS = {
     "dies": "return Prepared(run=lambda: os.kill(os.getpid(), signal.SIGSEGV))",
     "lies": "return Prepared(run=lambda: (inputs.q + 1, inputs.q[..., 0].float()))",
     "stops": "raise Unsupported('not this one')",
-    "works": "return Prepared(run=lambda: octavo.attend(inputs.q, inputs.kv, inputs.batch))",
+    "tires": "calls = iter(range(8)); return Prepared(run=lambda: os.abort() if next(calls, 9) == 9 else right())",
+    "works": "return Prepared(run=right)",
 }
 
 
+_ADAPTER = """
+import os, signal, time, octavo
+from octavo.bench.implementations import Prepared, Unsupported
+
+def make(inputs):
+    print("noise on stdout")
+    right = lambda: octavo.attend(inputs.q, inputs.kv, inputs.batch)
+    {body}
+"""
+
+
 def _write_adapters(folder: Path) -> dict[str, str]:
-    head = "import os, signal, time, octavo\nfrom octavo.bench.implementations import Prepared, Unsupported\n"
     for name, body in ADAPTERS.items():
-        (folder / f"{name}.py").write_text(f"{head}def make(inputs):\n    print('noise')\n    {body}\n")
+        (folder / f"{name}.py").write_text(_ADAPTER.format(body=body))
     return {name: str(folder / f"{name}.py") for name in ADAPTERS}
 
 
@@ -46,10 +57,12 @@ def test_a_hang_a_crash_and_a_wrong_result_cost_only_their_own(tmp_path: Path) -
         "dies": "error",
         "lies": "error",
         "stops": "unsupported",
+        "tires": "error",
         "works": "result",
     }
     assert "no end within the time limit" in answers["hangs"]["error"]
     assert "killed by SIGSEGV" in answers["dies"]["error"]
+    assert answers["tires"]["error"].startswith("time: killed by SIGABRT")
     assert "rows wrong" in answers["lies"]["error"] and "us" not in answers["lies"]
     assert answers["works"]["us_low"] <= answers["works"]["us"] <= answers["works"]["us_high"]
     assert answers["works"]["repeats"]

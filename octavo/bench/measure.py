@@ -109,6 +109,8 @@ class Subject:
     call: Callable[[], object]
     on_device: bool = True
     """Measure the device's span; else the host's wall time."""
+    share: float = 1.0
+    """Of the time that each subject gets."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def interleave(
     paced = []
     for subject in subjects:
         on_turn(subject.owner)
-        paced.append(_pace(subject, clock, seconds))
+        paced.append(_pace(subject, clock, seconds * subject.share))
     rounds = max((p.reps for p in paced), default=0)
     samples: dict[tuple[str, str], list[float]] = {(s.owner, s.column): [] for s in subjects}
     for number in range(rounds):

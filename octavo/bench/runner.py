@@ -20,6 +20,8 @@ from octavo.bench.problems import Problem
 Event = dict[str, Any]
 OnEvent = Callable[[Event], object]
 PACKAGE_ROOT = Path(octavo.__file__).resolve().parent.parent
+TIMING = "time"
+TURN_BYTES = 128
 START_UP_S = 180.0
 """Imports may take this long before the first stage; they are not what a case's limit is for."""
 
@@ -96,7 +98,7 @@ def _run_worker(settings: Settings, request: Event, on_event: OnEvent) -> Iterat
     """The worker's events as they come. Raises WorkerFailure when it hangs or ends other than with 0."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(settings.root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "octavo.bench.worker"]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as turn:
         process = subprocess.Popen(
             command,
             cwd=settings.root,  # -m puts it first on sys.path
@@ -104,12 +106,13 @@ def _run_worker(settings: Settings, request: Event, on_event: OnEvent) -> Iterat
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
+            pass_fds=[turn.fileno()],
             start_new_session=True,
         )
         stage: Event = {"impl": "", "stage": "start"}
         try:
             assert process.stdin is not None and process.stdout is not None
-            _send(process.stdin, request)
+            _send(process.stdin, {**request, "turn_file": turn.fileno()})
             for event in _lines(process.stdout, settings.limit_s):
                 if event["event"] == "stage":
                     stage = event
@@ -117,11 +120,18 @@ def _run_worker(settings: Settings, request: Event, on_event: OnEvent) -> Iterat
                 yield event
             code = process.wait(settings.limit_s)
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise WorkerFailure(f"{stage['stage']}: no end within the time limit", stage["impl"]) from None
+            raise _failure(stage, turn, "no end within the time limit") from None
         finally:
             _end(process)
         if code:
-            raise WorkerFailure(f"{stage['stage']}: {_how_it_ended(code)}; {_last_line(log)}", stage["impl"])
+            raise _failure(stage, turn, f"{_how_it_ended(code)}; {_last_line(log)}")
+
+
+def _failure(stage: Event, turn: IO[bytes], why: str) -> WorkerFailure:
+    blame = stage["impl"]
+    if stage["stage"] == TIMING:
+        blame = os.pread(turn.fileno(), TURN_BYTES, 0).decode().strip()
+    return WorkerFailure(f"{stage['stage']}: {why}", blame)
 
 
 def _send(stdin: IO[bytes], request: Event) -> None:

@@ -16,15 +16,17 @@ from typing import Any, TextIO
 import torch
 
 import octavo
-from octavo.bench.gate import Gate
-from octavo.bench.implementations import Implementation, Prepared, Unsupported, find
+from octavo.bench.gate import Gate, same_bits
+from octavo.bench.implementations import Implementation, Prepared, Result, Unsupported, find
 from octavo.bench.measure import Clock, Spread, Subject, clock_for, host_us, interleave
 from octavo.bench.problems import Problem
 from octavo.bench.roofline import measure_ceilings
+from octavo.bench.runner import TIMING, TURN_BYTES
 from octavo.bench.workloads import make_inputs
-from octavo.shapes import Tensor
 
 PROTOCOL = 1
+PART = 0.4
+"""Share of the judged figure's time that the others get."""
 Emit = Callable[..., None]
 
 
@@ -44,7 +46,7 @@ def main() -> int:
     for name, reason in absent.items():
         emit("error", impl=name, error=f"cannot be imported: {reason}")
     with torch.no_grad():
-        return _Case(Problem.from_json(request["problem"]), device, request["seconds"], emit).run(present)
+        return _Case(request, emit, partial(_write_turn, request["turn_file"])).run(present)
 
 
 def _emitter() -> Emit:
@@ -56,6 +58,11 @@ def _emitter() -> Emit:
         answers.write(json.dumps({"event": event, **fields}) + "\n")
 
     return emit
+
+
+def _write_turn(descriptor: int, name: str) -> None:
+    """Whose turn it is, into a file: an answer would wake the parent between measurements."""
+    os.pwrite(descriptor, name.encode().ljust(TURN_BYTES), 0)
 
 
 def _probe(
@@ -88,13 +95,14 @@ def _libraries() -> dict[str, str]:
 class _Case:
     """Prepare, check and time every implementation of one problem."""
 
-    def __init__(self, problem: Problem, device: torch.device, seconds: float, emit: Emit) -> None:
-        self.device, self.seconds, self.emit = device, seconds, emit
+    def __init__(self, request: Mapping[str, Any], emit: Emit, on_turn: Callable[[str], None]) -> None:
+        problem, device = Problem.from_json(request["problem"]), torch.device(request["device"])
+        self.device, self.seconds, self.emit, self.on_turn = device, request["seconds"], emit, on_turn
         self.clock: Clock = clock_for(device)
         inputs = make_inputs(problem.workload, problem.spec, device, seed=problem.seed, scattered=problem.scattered)
         self.gate = Gate.of(inputs)
         self._stage = ("", "")
-        self._outs: dict[str, Tensor] = {}
+        self._checked: dict[str, Result] = {}
 
     def run(self, implementations: Mapping[str, Implementation]) -> int:
         """0, or 3 when an implementation broke the device for this process; the caller then goes on without it."""
@@ -108,7 +116,8 @@ class _Case:
                 self.emit("error", impl=name, error=f"{self._stage[1]}: {type(error).__name__}: {error}"[:600])
                 if not self._device_alive():
                     return 3
-        spreads = interleave(_subjects(ready), self.clock, self.seconds, lambda name: self._enter(name, "time"))
+        self._enter("", TIMING)
+        spreads = interleave(_subjects(ready), self.clock, self.seconds, self.on_turn)
         for name, prepared in ready.items():
             self.emit("result", impl=name, **self._result(name, prepared, spreads))
         return 0
@@ -127,8 +136,8 @@ class _Case:
         _whole(prepared)()
         self.clock.synchronize()
         self._enter(name, "check")
-        for call in filter(None, (prepared.call, _whole(prepared))):
-            verdict, self._outs[name] = self.gate.check(prepared, call)
+        for call in filter(None, (_whole(prepared), prepared.call)):
+            verdict, self._checked[name] = self.gate.check(prepared, call, self._checked.get(name))
             if not verdict.ok:
                 raise ValueError(verdict.message)
         return prepared
@@ -143,22 +152,22 @@ class _Case:
     def _result(self, name: str, prepared: Prepared, spreads: Mapping[tuple[str, str], Spread]) -> dict[str, Any]:
         self._enter(name, "host time")
         judged = spreads[name, "us"]
-        again, _ = prepared.canonical(_whole(prepared)())
+        again = prepared.canonical(_whole(prepared)())
         result: dict[str, Any] = {
             "us": judged.us,
             "us_low": judged.low,
             "us_high": judged.high,
             "reps": judged.reps,
-            "repeats": torch.equal(again, self._outs[name]),
+            "repeats": same_bits(again, self._checked[name]),
             "backend": prepared.backend,
         }
         for column in ("run_us", "call_us", "plan_us"):
             if (name, column) in spreads:
                 result[column] = spreads[name, column].us
         if self.device.type == "cuda":
-            result["host_us"] = host_us(prepared.run, self.clock, self.seconds)
+            result["host_us"] = host_us(prepared.run, self.clock, PART * self.seconds)
             if prepared.plan is not None:
-                result["plan_host_us"] = host_us(prepared.plan, self.clock, self.seconds)
+                result["plan_host_us"] = host_us(prepared.plan, self.clock, PART * self.seconds)
         return result
 
 
@@ -181,11 +190,11 @@ def _subjects(ready: Mapping[str, Prepared]) -> list[Subject]:
     for name, prepared in ready.items():
         subjects.append(Subject(name, "us", _whole(prepared) if prepared.plan_on_device else prepared.run))
         if prepared.plan_on_device:
-            subjects.append(Subject(name, "run_us", prepared.run))
+            subjects.append(Subject(name, "run_us", prepared.run, share=PART))
         if prepared.call is not None:
-            subjects.append(Subject(name, "call_us", prepared.call))
+            subjects.append(Subject(name, "call_us", prepared.call, share=PART))
         if prepared.plan is not None:
-            subjects.append(Subject(name, "plan_us", prepared.plan, on_device=prepared.plan_on_device))
+            subjects.append(Subject(name, "plan_us", prepared.plan, prepared.plan_on_device, PART))
     return subjects
 
 
