@@ -14,7 +14,8 @@ from octavo.bench.verify import Verdict, verify_rows
 from octavo.cli.jobs import Job
 from octavo.shapes import Tensor
 
-MEASURE_S = 0.2
+MEASURE_S = 0.3
+VERIFY = {"cpu": {"max_rows": 32, "max_keys": 100_000}, "cuda": {"max_rows": 48, "max_keys": 300_000}}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Executor:
             attention.run(inputs.q, inputs.kv, sm_scale=job.sm_scale, out=out, lse=lse)
 
         plan_and_run()
-        rows = sample_rows(job.spec, inputs.batch, tokens, seed=self.seed)
+        rows = sample_rows(job.spec, inputs.batch, tokens, **VERIFY[self.device.type], seed=self.seed)
         verdict = verify_rows(job.spec, inputs.q, inputs.kv, inputs.batch, out, lse, rows, job.sm_scale)
         if self.out is not None:
             self._save(job, out, lse)

@@ -11,8 +11,8 @@ from octavo.bench.trace import TraceBatch, is_trace, read_trace
 from octavo.bench.workloads import Inputs, Workload, make_inputs, read_jsonl, sample
 from octavo.problem import AttentionSpec
 
-CPU_SAMPLE_PAIRS = 300_000
-CPU_SAMPLE_LENGTHS = 40_000
+CPU_SAMPLE_PAIRS = 200_000
+CPU_SAMPLE_LENGTHS = 24_000
 """Bounds that the shipped sample is scaled down to on a CPU, per batch."""
 
 DEFAULT_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=4, head_dim=128)
