@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from octavo.bench import results
 from octavo.bench.estimate import estimate
 from octavo.bench.gate import Gate
 from octavo.bench.implementations import DEFAULT, RECORDED, find
-from octavo.bench.measure import MAX_REPS, MIN_REPS, Spread, Subject, interleave
+from octavo.bench.measure import MAX_REPS, MIN_REPS, CudaClock, Spread, Subject, interleave
 from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
 from octavo.bench.results import Context
 from octavo.bench.workloads import Inputs, Workload, make_inputs
@@ -278,3 +279,17 @@ def test_the_estimate_is_the_oracle_in_float32() -> None:
     exact_out, exact_lse = reference(inputs.spec, inputs.q, kv.k_cache, kv.v_cache, inputs.batch)
     torch.testing.assert_close(out.double(), exact_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_span_holds_the_devices_time_and_not_the_hosts() -> None:
+    clock = CudaClock(torch.device("cuda"))
+    x = torch.zeros(1024, device="cuda")
+
+    def slow_to_enqueue() -> None:
+        time.sleep(0.001)
+        x.add_(1)
+
+    clock.span(slow_to_enqueue, 3000)
+    assert clock.span(slow_to_enqueue, 3000) < 200
+    assert clock.wall(slow_to_enqueue) > 1000

@@ -142,3 +142,15 @@ def test_another_revision_is_measured_from_a_worktree(monkeypatch: pytest.Monkey
     assert [(r["impl"], r["commit"]) for r in records][:2] == [("octavo", "here"), ("sdpa-gather", "here")]
     assert records[2]["impl"] == "octavo" and head is not None and head.startswith(records[2]["commit"])
     assert roots[0] == PACKAGE_ROOT and not roots[1].exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_case_has_every_figure() -> None:
+    settings = Settings("cuda", 0.02, 300.0)
+    problem = Problem("2x64/300", parse_case("2x64/300"), AttentionSpec(8, 2, 128, page_size=4))
+    names = ["octavo", "octavo-triton", "sdpa-flash"]
+    answers = {event["impl"]: event for event in run_case(settings, problem, names, lambda event: None)}
+    assert [answers[name]["event"] for name in names] == ["result"] * 3, answers
+    for name in ("octavo", "octavo-triton"):
+        assert answers[name]["run_us"] > 0 and answers[name]["host_us"] > 0 and answers[name]["plan_host_us"] > 0
+        assert answers[name]["repeats"]
