@@ -45,9 +45,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     clock = clock_for(device)
     size, copy_bytes = _MATMUL_SIZE[device.type], _COPY_BYTES[device.type]
     a = torch.randn(size, size, device=device, dtype=dtype)
-    product = torch.empty_like(a)
+    product = torch.mm(a, a)
     matmul_s = median_seconds(lambda: torch.mm(a, a, out=product), clock, MEASURE_S)
-    source = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
+    target = source.clone()
     copy_s = median_seconds(lambda: target.copy_(source), clock, MEASURE_S)
     return Ceilings(2 * size**3 / matmul_s, 2 * copy_bytes / copy_s)
