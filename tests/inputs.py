@@ -92,6 +92,18 @@ def build(case: Case, device: str = "cpu") -> Problem:
     return Problem(case.spec, Q_STORAGE[case.q_storage](q.to(device)), kv, batch.to(device), case.sm_scale)
 
 
+def storage_of(x: Tensor) -> Tensor:
+    """All elements of the memory that x is a view of."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
+def without_poison(p: Problem) -> Problem:
+    """The same problem, in place, with finite numbers where the poison was."""
+    for x in (p.q, p.kv.k_cache, p.kv.v_cache):
+        storage_of(x).nan_to_num_(0.5)
+    return p
+
+
 def _table(case: Case, ids: Tensor, counts: list[int]) -> PagedBatch:
     qo_type, ptr_type, id_type, length_type = case.index_dtypes
     qo_indptr = indptr(case.qo_lens, qo_type)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import BF16, FP16, FP32, I64, KV_STORAGE, Case
+from inputs import BF16, FP16, FP32, I64, KV_STORAGE, Case, storage_of
 from tolerance import assert_matches
 
 from octavo import PagedBatch
@@ -14,11 +14,6 @@ from octavo.bench.verify import LOG2_ROUNDING
 from octavo.reference import merge_reference, page_ids, reference, sequence_lengths
 
 # append
-
-
-def storage_of(x):
-    """All elements of the memory that x is a view of."""
-    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
 def copied(k, v):
