@@ -78,7 +78,7 @@ def load_jobs(files: Sequence[Path], options: JobOptions) -> tuple[list[Job], li
 
 
 def _workload_jobs(workloads: Sequence[Workload], options: JobOptions, *, from_sample: bool) -> list[Job]:
-    spec = replace(DEFAULT_SPEC, value_dim=None, **options.spec)
+    spec = replace(DEFAULT_SPEC, **{"value_dim": None, **options.spec})
     bounds = options.bounds(from_sample)
     scattered = options.scattered is not False
     return [Job(w.shrunk(*bounds) if bounds else w, spec, w, scattered) for w in workloads]
