@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 def cli(monkeypatch):
     """Runs the command line in this process; ceilings are measured on a small matrix and copy."""
     monkeypatch.setattr(execute, "MEASURE_S", 0.001)
-    monkeypatch.setattr("octavo.bench.roofline._MATMUL_SIZE", {"cpu": 64})
-    monkeypatch.setattr("octavo.bench.roofline._COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("octavo.bench.roofline._MATMUL_SIZE", {"cpu": 64, "cuda": 512})
+    monkeypatch.setattr("octavo.bench.roofline._COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 20})
     return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -127,7 +127,7 @@ def test_run_trace_folder(cli, tmp_path):
 
 
 WRONG_INPUTS = {
-    "missing file": (["run", "nowhere.jsonl"], "nowhere.jsonl: expected a readable file"),
+    "missing file": (["run", "nowhere.jsonl"], "nowhere.jsonl: expected a file or folder to use, got No such file"),
     "folder without a trace": (["run", "."], "expected a FlashInfer-Trace folder"),
     "dtype": (["run", "--dtype", "int8"], "--dtype: expected one of bf16, fp16, fp32, got 'int8'"),
     "device": (["run", "--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -176,6 +176,16 @@ def test_check_passes_on_the_cpu(cli):
     result = cli("check", "--backend", "cpu", "--only", "scale")
     assert result.exit_code == 0, result.output
     assert "all 3 checks ok" in result.stdout and "cpu on cpu" in result.stdout
+
+
+@pytest.mark.gpu
+def test_run_and_check_on_a_gpu(cli, lines):
+    for dtype in ("bf16", "fp16", "fp32"):
+        result = cli("run", lines, "--dtype", dtype, "--page-size", "16")
+        assert result.exit_code == 0, result.output
+        assert "CUDA events" in result.stdout and "all 2 batches right" in result.stdout
+    result = cli("check")
+    assert result.exit_code == 0, result.output
 
 
 def test_contract_has_its_parts():

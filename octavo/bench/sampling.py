@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import accumulate
 
 from octavo.bench.verify import seen_keys
 from octavo.problem import AttentionSpec, PagedBatch
@@ -29,39 +30,43 @@ def sample_rows(
     Args:
         num_tokens: rows of q, at least qo_indptr[-1].
         max_rows: most rows to take.
-        max_keys: bound on keys gathered plus keys seen, summed over the rows: what the oracle's time grows with. The
-            cheapest row is taken even when it alone is past the bound.
+        max_keys: bound on keys gathered plus keys seen, summed over the rows: what the oracle's time grows with. One
+            row that sees a key is taken even past both bounds.
     """
     q_lens, kv_lens = sequence_lengths(batch, spec.page_size)
-    starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
+    starts = [0, *accumulate(q_lens)]
     rng = random.Random(seed)
-    queues = []
-    for sequence in _order(q_lens, kv_lens, rng):
-        tokens = _tokens(spec, q_lens[sequence], kv_lens[sequence], rng)
-        queues.append((sequence, iter(tokens)))
-    chosen: set[int] = set(range(sum(q_lens), num_tokens)[:2])
+    queues = {i: _tokens(spec, q_lens[i], kv_lens[i], rng) for i in _order(q_lens, kv_lens, rng)}
+    chosen = set(range(starts[-1], num_tokens)[:2])
     gathered: set[int] = set()
     keys, skipped = 0, []
-    while queues and len(chosen) < max_rows:
-        alive = []
-        for sequence, tokens in queues:
-            token = next(tokens, None)
-            if token is None or len(chosen) >= max_rows:
-                continue
-            alive.append((sequence, tokens))
-            seen = seen_keys(spec, q_lens[sequence], kv_lens[sequence], token)
-            cost = seen + (0 if sequence in gathered or not seen else kv_lens[sequence])
-            if keys + cost > max_keys:
-                skipped.append((cost, starts[sequence] + token))
-                continue
-            keys += cost
-            chosen.add(starts[sequence] + token)
-            if seen:
-                gathered.add(sequence)
-        queues = alive
-    if not chosen and skipped:
+    for sequence, token in _round_robin(queues):
+        if len(chosen) >= max_rows:
+            break
+        seen = seen_keys(spec, q_lens[sequence], kv_lens[sequence], token)
+        cost = seen + (0 if sequence in gathered or not seen else kv_lens[sequence])
+        if keys + cost > max_keys:
+            skipped.append((cost, starts[sequence] + token))
+            continue
+        keys += cost
+        chosen.add(starts[sequence] + token)
+        if seen:
+            gathered.add(sequence)
+    if not gathered and skipped:
         chosen.add(min(skipped)[1])
     return sorted(chosen)
+
+
+def _round_robin(queues: dict[int, Iterator[int]]) -> Iterator[tuple[int, int]]:
+    """(sequence, token): one of each queue in turn until all are empty."""
+    while queues:
+        alive = {}
+        for sequence, tokens in queues.items():
+            token = next(tokens, None)
+            if token is not None:
+                alive[sequence] = tokens
+                yield sequence, token
+        queues = alive
 
 
 def _order(q_lens: list[int], kv_lens: list[int], rng: random.Random) -> list[int]:

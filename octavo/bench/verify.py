@@ -99,25 +99,26 @@ def verify_rows(
     index = torch.tensor([r.row for r in located], dtype=torch.int64, device=out.device)
     got_out, got_lse = out[index].cpu().double(), lse[index].cpu().double()
     peer = _Peer(spec, q, kv, batch.to("cpu"), scale)
-    measured = peer.limits([(i, row) for i, row in enumerate(located) if row.seen], exact_out, exact_lse)
-    peer_out = max((x.peer_out for x in measured.values()), default=0.0)
-    peer_lse = max((x.peer_lse for x in measured.values()), default=0.0)
-    rounding = torch.finfo(spec.dtype).eps / 2
+    limits = _combined(peer.limits([(i, r) for i, r in enumerate(located) if r.seen], exact_out, exact_lse), spec.dtype)
     worst, failures = 0.0, []
     for i, row in enumerate(located):
-        limit = measured.get(i)
-        if limit is None:
-            ratio, why = _judge_dead(got_out[i], got_lse[i])
+        if i in limits:
+            ratio, why = _judge((got_out[i] - exact_out[i], got_lse[i] - exact_lse[i]), limits[i])
         else:
-            errors = (got_out[i] - exact_out[i], got_lse[i] - exact_lse[i])
-            ratio, why = _judge(
-                errors, limit.size * (PEER_FACTOR * peer_out + rounding), PEER_FACTOR * peer_lse + limit.lse
-            )
+            ratio, why = _judge_dead(got_out[i], got_lse[i])
         worst = max(worst, ratio)
         if why:
             failures.append(f"row {row.row} (sequence {row.sequence}, query {row.token}, sees {row.seen} keys): {why}")
     message = f"{len(failures)} of {len(located)} rows wrong; {failures[0]}" if failures else ""
     return Verdict(not failures, len(located), sum(r.seen == 0 for r in located), worst, message)
+
+
+def _combined(measured: dict[int, "_Limits"], dtype: torch.dtype) -> dict[int, tuple[float, float]]:
+    """Largest allowed errors of out and lse, per row."""
+    peer_out = max((x.peer_out for x in measured.values()), default=0.0)
+    peer_lse = max((x.peer_lse for x in measured.values()), default=0.0)
+    relative = PEER_FACTOR * peer_out + torch.finfo(dtype).eps / 2
+    return {i: (x.size * relative, PEER_FACTOR * peer_lse + x.lse) for i, x in measured.items()}
 
 
 def _judge_dead(out: Tensor, lse: Tensor) -> tuple[float, str]:
@@ -126,7 +127,7 @@ def _judge_dead(out: Tensor, lse: Tensor) -> tuple[float, str]:
     return math.inf, f"expected out 0 and lse -inf, got out up to {out.abs().max():.3g}, lse {lse.flatten()[0]:.3g}"
 
 
-def _judge(errors: tuple[Tensor, Tensor], *limits: float) -> tuple[float, str]:
+def _judge(errors: tuple[Tensor, Tensor], limits: tuple[float, float]) -> tuple[float, str]:
     """(largest error as a share of its limit, why that is wrong or "") of one row's out and lse."""
     worst, why = 0.0, ""
     for name, error, allowed in zip(("out", "lse"), errors, limits, strict=True):

@@ -42,6 +42,8 @@ class Executor:
 
     def __init__(self, device: torch.device, backend: str | None, seed: int, out: Path | None) -> None:
         self.device, self.backend, self.seed, self.out = device, backend, seed, out
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         self.clock = clock_for(device)
         self.ceilings: dict[torch.dtype, Ceilings] = {}
         self.written: set[Path] = set()

@@ -53,17 +53,19 @@ class JobOptions:
     max_pairs: int | None
     device: torch.device
 
-    def bounds(self, from_sample: bool) -> tuple[int, int] | None:
-        """(visible pairs, query tokens plus keys) to scale each batch down to, or None."""
-        if self.max_pairs is not None:
-            return (self.max_pairs, 1 << 62) if self.max_pairs else None
-        return (CPU_SAMPLE_PAIRS, CPU_SAMPLE_LENGTHS) if from_sample and self.device.type == "cpu" else None
+    @property
+    def scales_sample(self) -> bool:
+        """Whether the sample is scaled down because it runs on a CPU."""
+        return self.max_pairs is None and self.device.type == "cpu"
 
 
 def load_jobs(files: Sequence[Path], options: JobOptions) -> tuple[list[Job], list[str]]:
     """(jobs, remarks to show). Raises ValueError, TypeError or OSError about files and options."""
     remarks: list[str] = []
     if not files:
+        if options.scales_sample:
+            pairs, lengths = f"{CPU_SAMPLE_PAIRS:,} visible pairs", f"{CPU_SAMPLE_LENGTHS:,} tokens plus keys"
+            remarks.append(f"On a CPU the sample runs at about {pairs} and {lengths} a batch at most.")
         return _workload_jobs(sample(), options, from_sample=True), remarks
     jobs: list[Job] = []
     for path in files:
@@ -79,7 +81,9 @@ def load_jobs(files: Sequence[Path], options: JobOptions) -> tuple[list[Job], li
 
 def _workload_jobs(workloads: Sequence[Workload], options: JobOptions, *, from_sample: bool) -> list[Job]:
     spec = replace(DEFAULT_SPEC, **{"value_dim": None, **options.spec})
-    bounds = options.bounds(from_sample)
+    bounds: tuple[int, ...] = (options.max_pairs,) if options.max_pairs else ()
+    if from_sample and options.scales_sample:
+        bounds = (CPU_SAMPLE_PAIRS, CPU_SAMPLE_LENGTHS)
     scattered = options.scattered is not False
     return [Job(w.shrunk(*bounds) if bounds else w, spec, w, scattered) for w in workloads]
 

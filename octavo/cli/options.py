@@ -39,7 +39,7 @@ def usage_errors() -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or "file"
-        usage_error(f"{where}: expected a readable file, got {error.strerror or error}; fix: check the path")
+        usage_error(f"{where}: expected a file or folder to use, got {error.strerror or error}; fix: check the path")
     except UnicodeDecodeError as error:
         usage_error(f"file: expected UTF-8 text, got bytes that are not ({error.reason}); fix: pass JSON lines")
     except (ValueError, TypeError) as error:

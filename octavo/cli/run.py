@@ -12,7 +12,7 @@ from rich.table import Table
 
 from octavo.backends import arch_of, resolve
 from octavo.cli.execute import Executor, Result
-from octavo.cli.jobs import CPU_SAMPLE_LENGTHS, CPU_SAMPLE_PAIRS, Job, JobOptions, load_jobs
+from octavo.cli.jobs import Job, JobOptions, load_jobs
 from octavo.cli.options import console, parse_device, parse_dtype, usage_error, usage_errors
 
 _SHAPE = "The problem"
@@ -93,7 +93,7 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
     executor = Executor(target, backend, seed, out)
     results = _run_all(executor, jobs)
-    _report(console(), executor, results, remarks, from_sample=not files)
+    _report(console(), executor, results, remarks)
     if not all(result.verdict.ok for result in results):
         raise typer.Exit(1)
 
@@ -116,19 +116,13 @@ def _run_all(executor: Executor, jobs: Sequence[Job]) -> list[Result]:
     return results
 
 
-def _report(
-    screen: Console, executor: Executor, results: Sequence[Result], remarks: Sequence[str], *, from_sample: bool
-) -> None:
+def _report(screen: Console, executor: Executor, results: Sequence[Result], remarks: Sequence[str]) -> None:
     screen.print(_table(executor, results))
     for remark in remarks:
         screen.print(remark, highlight=False)
     scaled = sum(r.job.scaled for r in results)
     if scaled:
-        bounds = f"about {CPU_SAMPLE_PAIRS:,} visible pairs and {CPU_SAMPLE_LENGTHS:,} tokens plus keys"
-        why = f"On a CPU the sample runs at {bounds} a batch: " if from_sample else ""
-        screen.print(
-            f"{why}{scaled} of {len(results)} batches are scaled down (marked *). --max-pairs 0 runs them whole."
-        )
+        screen.print(f"{scaled} of {len(results)} batches are scaled down (marked *). --max-pairs 0 runs them whole.")
     wrong = [r for r in results if not r.verdict.ok]
     for result in wrong:
         screen.print(f"WRONG {result.job.workload.name}: {result.verdict.message}", style="bold red", highlight=False)
