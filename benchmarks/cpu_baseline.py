@@ -1,7 +1,8 @@
 """The CPU backend against PyTorch alone, in one run: `python benchmarks/cpu_baseline.py BATCHES.jsonl`.
 
-The baseline is what one writes without Octavo: per sequence, K/V gathered by page id, then `scaled_dot_product_attention`
-with an explicit boolean mask and enable_gqa=True. Both are timed in turn, batch by batch; the best of some rounds counts.
+The baseline is what one writes without Octavo: per sequence, K/V gathered by page id, then
+`scaled_dot_product_attention` with an explicit boolean mask and enable_gqa=True. Both are timed in turn, batch
+by batch; the best of some rounds counts.
 """
 
 import argparse

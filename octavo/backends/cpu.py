@@ -1,5 +1,7 @@
 """CPU: pages gathered once per sequence, then PyTorch's own attention; no tokens x keys mask is ever built."""
 
+import math
+
 import torch
 
 from octavo.backends import cpu_attention
@@ -7,6 +9,9 @@ from octavo.backends.base import AttentionCall
 from octavo.backends.cpu_pages import sequences_of
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
+
+MERGED_ELEMENTS = 1 << 18
+"""Elements merged at a time: their float32 copies stay in the second-level cache."""
 
 
 class CpuBackend:
@@ -41,12 +46,16 @@ class CpuBackend:
         row, page, slot = torch.cat(rows), torch.cat(pages), torch.cat(slots)
         if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < k_cache.shape[0]:
             got = f"{int(page.min())} to {int(page.max())}"
-            raise ValueError(f"page ids: expected 0 to {k_cache.shape[0] - 1}, got {got}; fix: ids index k_cache's pages")
+            raise ValueError(f"page ids: expected 0 to {k_cache.shape[0] - 1}, got {got}; fix: ids index the cache")
         k_cache[page, slot] = k[row]
         v_cache[page, slot] = v[row]
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
-        step = max(1, cpu_attention.MERGE_ELEMENTS // max(1, out[:1].numel()))
+        step = max(1, MERGED_ELEMENTS // max(1, out[:1].numel()))
         for low in range(0, out.shape[0], step):
-            part = slice(low, low + step)
-            out[part], lse[part] = cpu_attention.merge_states([x[part] for x in outs], [x[part] for x in lses])
+            rows = slice(low, low + step)
+            total, total_lse = torch.zeros(out[rows].shape), torch.full(lse[rows].shape, -math.inf)
+            part = torch.empty_like(total)
+            for x, x_lse in zip(outs, lses, strict=True):
+                cpu_attention.fold_state(total, total_lse, x[rows], x_lse[rows], part)
+            out[rows], lse[rows] = total, total_lse

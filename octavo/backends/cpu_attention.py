@@ -1,29 +1,29 @@
 """Attention on the CPU: each sequence's pages read once, tiles of packed query rows through PyTorch's fused attention.
 
-A tile holds consecutive tokens of one sequence, each with the query heads that share a K/V head, so K/V are read once per
-K/V head and never repeated. All its rows see the keys before its first token; over the keys of its own tokens a mask of
-fixed size makes the causal triangle. Where more keys come before a tile than that mask has columns, the two parts are
-computed apart and merged.
+A tile holds consecutive tokens of one sequence, each with the query heads that share a K/V head, so K/V are read once
+per K/V head and never repeated. All its rows see the keys before its first token: those take no mask. Its own tokens'
+keys, and as many before them as a mask of fixed size has columns, take the causal triangle. The parts are merged in
+order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 
 from octavo.backends.base import AttentionCall
-from octavo.backends.cpu_pages import PageReader, SequencePages, sequences_of
+from octavo.backends.cpu_pages import KEY_MULTIPLE, PageReader, SequencePages, sequences_of
 from octavo.shapes import Tensor
 
 TILE_ROWS = 704
-"""Rows per K/V head in a tile: from 192 to 767 rows PyTorch's kernel takes 64 at a time, enough tasks for many threads."""
+"""Rows per K/V head in a tile: from 192 to 767 rows PyTorch's kernel takes 64 at a time, which feeds many threads."""
 TILE_TOKENS = 256
 """Tokens in a tile at most: on average half as many keys are computed in vain."""
 MASKED_KEYS = 1024
-"""Keys before a tile up to which masking them costs less than computing them apart and merging."""
-MERGE_ELEMENTS = 1 << 18
-"""Elements merged at a time, so that their float32 copies stay in the cache."""
+"""Keys before a tile up to which a mask costs less than one more merge."""
+KEYS_AT_A_TIME = 2048
+"""Keys per fused call without a mask: the kernel repacks them, in the second-level cache and in little memory."""
 LOG2_E = math.log2(math.e)
 
 
@@ -40,32 +40,32 @@ def attend(call: AttentionCall) -> None:
 
 
 class _Tiles:
-    """One call, tile by tile."""
+    """One call, tile by tile, in buffers that all tiles share."""
 
     def __init__(self, call: AttentionCall, sequences: Sequence[SequencePages]) -> None:
-        spec = call.spec
+        spec, heads = call.spec, (call.spec.num_kv_heads, call.spec.group_size)
         scale = call.sm_scale if call.scale_tensor is None else call.sm_scale * float(call.scale_tensor)
         # The sign goes into q: PyTorch's kernel may take a row's maximum before it scales.
         self.scale, self.negate = abs(scale), scale < 0
-        self.causal, self.group, self.kv_heads = spec.causal, spec.group_size, spec.num_kv_heads
-        self.dim, self.v_dim = max(spec.head_dim, spec.v_dim), spec.v_dim
-        heads = (spec.num_kv_heads, spec.group_size)
-        self.q, self.out = call.q.unflatten(1, heads), call.out.unflatten(1, heads)
-        self.lse = call.lse.unflatten(1, heads)
-        self.tokens = max(1, min(TILE_ROWS // self.group, TILE_TOKENS))
+        self.spec, self.causal, self.group = spec, spec.causal, spec.group_size
+        self.q, self.out, self.lse = (x.unflatten(1, heads) for x in (call.q, call.out, call.lse))
+        longest = max((s.q_len for s in sequences), default=1)
+        tokens = min(TILE_ROWS // self.group, TILE_TOKENS)
+        self.tokens = max(1, min(tokens - tokens % KEY_MULTIPLE if tokens > KEY_MULTIPLE else tokens, longest))
+        dim = max(spec.head_dim, spec.v_dim)
         max_pages = max((len(s.page_ids) for s in sequences if s.q_len), default=0)
-        self.k_pages, self.v_pages = (PageReader(x, max_pages, self.dim) for x in (call.k_cache, call.v_cache))
-        longest = max((min(s.q_len, s.kv_len) for s in sequences), default=0)
-        before = max((s.kv_len for s in sequences if s.q_len), default=0)
-        self.mask = self._mask(min(self.tokens, longest), min(before, MASKED_KEYS)) if self.causal else None
+        self.k_pages, self.v_pages = (PageReader(x, max_pages, dim) for x in (call.k_cache, call.v_cache))
+        shape = (spec.num_kv_heads, self.tokens * self.group, dim)
+        self.packed = (torch.empty if dim == spec.head_dim else torch.zeros)(shape, dtype=spec.dtype)
+        self.total, self.part = torch.empty(shape), torch.empty(shape)
+        self.width = min(MASKED_KEYS, max((s.kv_len for s in sequences if s.q_len), default=0))
+        self.mask = self._mask() if self.causal and self.tokens > 1 else None
 
-    def _mask(self, tokens: int, keys_before: int) -> Tensor | None:
-        """[tokens x group, keys_before + tokens] of 0 and -inf: every smaller tile's mask is a slice of it."""
-        if tokens <= 1:
-            return None
-        columns = keys_before + tokens
-        mask = torch.full((tokens, columns), -math.inf, dtype=self.q.dtype).triu_(keys_before + 1)
-        return mask[:, None].expand(tokens, self.group, columns).reshape(-1, columns)
+    def _mask(self) -> Tensor:
+        """[tokens x group, width + tokens + padding] of 0 and -inf: the mask of every tile is a slice of it."""
+        columns = self.width + self.tokens + KEY_MULTIPLE - 1
+        mask = torch.full((self.tokens, columns), -math.inf, dtype=self.spec.dtype).triu_(self.width + 1)
+        return mask[:, None].expand(self.tokens, self.group, columns).reshape(-1, columns)
 
     def attend(self, sequence: SequencePages) -> None:
         """All rows of one sequence."""
@@ -76,59 +76,72 @@ class _Tiles:
             return
         k = self.k_pages.read(sequence.page_ids, sequence.kv_len)
         v = self.v_pages.read(sequence.page_ids, sequence.kv_len)
-        if not self.causal or live == 1:
-            return self._rows(first, live, k, v)
         before = sequence.kv_len - live
-        poisoned = _not_finite(k[:, before + 1 :], v[:, before + 1 :])
+        seen_later = slice(before + 1, sequence.kv_len)
+        poisoned = _not_finite(k[:, seen_later], v[:, seen_later]) if self.causal and live > 1 else []
         if not poisoned:
-            return self._rows(first, live, k, v)
-        self._rows(first, live, *(_zeroed(x, [before + i for i in poisoned]) for x in (k, v)))
+            self._rows(first, live, sequence.kv_len, k, v)
+            return
+        clean = (_zeroed(x, [before + i for i in poisoned]) for x in (k, v))
+        self._rows(first, live, sequence.kv_len, *clean)
         # Rows between two such keys see the same ones of them: no row meets one that it does not see.
         for low, high in pairwise([*poisoned, live]):
-            self._rows(first + low, high - low, k[:, : before + high], v[:, : before + high])
+            keys = before + high
+            self._rows(first + low, high - low, keys, k[:, :keys], v[:, :keys])
 
-    def _rows(self, first: int, count: int, k: Tensor, v: Tensor) -> None:
-        """Rows [first, first + count); causal: the last of them sees all of k."""
-        before = k.shape[1] - count
+    def _rows(self, first: int, count: int, keys: int, k: Tensor, v: Tensor) -> None:
+        """Rows [first, first + count); causal: the last of them sees `keys` keys. More in k and v are finite."""
         for low in range(0, count, self.tokens):
             high = min(low + self.tokens, count)
-            q = self._pack(first + low, first + high)
-            seen = before + high if self.causal else k.shape[1]
-            out, lse = self._tile(q, k[:, :seen], v[:, :seen], high - low)
-            self._write(first + low, first + high, out, lse)
+            self._tile(first + low, first + high, keys - count + high if self.causal else keys, k, v)
 
-    def _tile(self, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """(out [kv_heads, rows, dim], base-2 lse [kv_heads, rows]) of the last `tokens` of the keys' tokens."""
-        if not self.causal or tokens == 1:
-            return self._fused(q, k, v)
-        assert self.mask is not None
-        rows, before = q.shape[1], k.shape[1] - tokens
-        width = self.mask.shape[1] - self.mask.shape[0] // self.group
-        if before <= width:
-            return self._fused(q, k, v, self.mask[:rows, width - before : width + tokens])
-        states = [
-            self._fused(q, k[:, :before], v[:, :before]),
-            self._fused(q, k[:, before:], v[:, before:], self.mask[:rows, width : width + tokens]),
-        ]
-        return merge_states([out for out, _ in states], [lse for _, lse in states])
+    def _tile(self, low: int, high: int, keys: int, k: Tensor, v: Tensor) -> None:
+        """Rows [low, high); causal: the last of them sees `keys` keys."""
+        q = self._pack(low, high)
+        parts = self._parts(high - low, keys, k.shape[1])
+        states = (self._fused(q, k[:, part], v[:, part], mask) for part, mask in parts)
+        out, lse = next(states)
+        for i, (other, other_lse) in enumerate(states):
+            if i == 0:
+                out = self.total[:, : q.shape[1]].copy_(out)
+            fold_state(out, lse, other, other_lse, self.part[:, : q.shape[1]])
+        tokens_group = (high - low, self.group)
+        self.out[low:high].copy_(out[..., : self.spec.v_dim].unflatten(1, tokens_group).transpose(0, 1))
+        self.lse[low:high].copy_(lse.unflatten(1, tokens_group).transpose(0, 1))
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _parts(self, tokens: int, keys: int, readable: int) -> Iterator[tuple[slice, Tensor | None]]:
+        """The fused calls of a tile: which keys, and the mask where rows do not all see them."""
+        if tokens == 1:
+            yield slice(0, keys), None
+            return
+        before, width = (keys - tokens, self.width) if self.causal else (keys, 0)
+        low = 0
+        while before - low > width:
+            high = min(low + KEYS_AT_A_TIME, before)
+            high -= high % KEY_MULTIPLE if self.causal else 0
+            yield slice(low, high), None
+            low = high
+        if self.mask is not None:
+            # The kernel takes keys past a multiple of 16 one by one: further keys, masked, are cheaper.
+            end = min(-(-(keys - low) // KEY_MULTIPLE) * KEY_MULTIPLE + low, readable)
+            yield slice(low, end), self.mask[: tokens * self.group, width - (before - low) : width + end - before]
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out [kv_heads, rows, dim], base-2 lse [kv_heads, rows])."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[None], k[None], v[None], attn_mask=mask, scale=self.scale
         )
-        return out[0], lse[0] * LOG2_E
+        return out[0], lse[0].mul_(LOG2_E)
 
     def _pack(self, low: int, high: int) -> Tensor:
         """Rows [low, high) as [kv_heads, tokens x group, dim], zeros past head_dim."""
-        q = self.q[low:high].transpose(0, 1).flatten(1, 2)
-        q = -q if self.negate else q
-        padding = self.dim - q.shape[-1]
-        return torch.nn.functional.pad(q, (0, padding)) if padding else q.contiguous()
-
-    def _write(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
-        shape = (high - low, self.group)
-        self.out[low:high].copy_(out[..., : self.v_dim].unflatten(1, shape).transpose(0, 1))
-        self.lse[low:high].copy_(lse.unflatten(1, shape).transpose(0, 1))
+        packed = self.packed[:, : (high - low) * self.group]
+        rows = packed[..., : self.spec.head_dim].unflatten(1, (high - low, self.group)).transpose(0, 1)
+        if self.negate:
+            torch.neg(self.q[low:high], out=rows)
+        else:
+            rows.copy_(self.q[low:high])
+        return packed
 
     def write_empty(self, low: int, high: int) -> None:
         """Rows [low, high) see no key."""
@@ -151,15 +164,19 @@ def _zeroed(x: Tensor, keys: list[int]) -> Tensor:
     return copy
 
 
-def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out [..., dim], base-2 lse [...]) over all states' keys, in float32; empty states are neutral whatever out holds."""
-    top = torch.stack(list(lses)).amax(0)
-    top.masked_fill_(top == -math.inf, 0.0)
-    weights = [torch.exp2(lse - top) for lse in lses]
-    total = sum(weights[1:], start=weights[0])
-    mixed = torch.zeros_like(outs[0], dtype=torch.float32)
-    for out, weight in zip(outs, weights, strict=True):
-        # 0 x NaN is NaN: where a state has no weight, its out must not be looked at.
-        part = out.float() if bool((weight > 0).all()) else out.float().masked_fill_((weight == 0)[..., None], 0.0)
-        mixed.addcmul_(part, weight[..., None])
-    return mixed.div_(total.masked_fill(total == 0, 1.0)[..., None]), total.log2() + top
+def fold_state(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, part: Tensor) -> None:
+    """Merge the state (out, out_lse) into (total, lse), in place and in float32; an empty one changes nothing.
+
+    Args:
+        total, out, part: [..., dim]; total and part float32, part is overwritten.
+        lse, out_lse: [...] float32, base 2.
+    """
+    empty = out_lse == -math.inf
+    merged = torch.logaddexp2(lse, out_lse)
+    weight = torch.exp2(out_lse - merged).masked_fill_(empty, 0.0)
+    part.copy_(out)
+    if bool(empty.any()):
+        # 0 x NaN is NaN: what an empty state's out holds must not be looked at.
+        part.masked_fill_(empty[..., None], 0.0)
+    total.lerp_(part, weight[..., None])
+    lse.copy_(merged)

@@ -8,6 +8,9 @@ import torch
 from octavo.problem import PagedBatch
 from octavo.shapes import Tensor
 
+KEY_MULTIPLE = 16
+"""PyTorch's kernel takes keys in vectors of 16 float32; each of the rest costs as much as such a vector."""
+
 
 @dataclass(frozen=True, eq=False)
 class SequencePages:
@@ -33,7 +36,7 @@ def sequences_of(batch: PagedBatch, page_size: int) -> list[SequencePages]:
     for start, q_len, kv_len, table in zip(qo, q_lens, kv_lens, tables, strict=False):
         num_pages = -(-kv_len // page_size)
         if num_pages > len(table):
-            raise ValueError(f"batch: expected {num_pages} page ids, got {len(table)}; fix: pass a sequence's whole table")
+            raise ValueError(f"batch: expected {num_pages} page ids, got {len(table)}; fix: pass the whole table")
         found.append(SequencePages(start, q_len, kv_len, table[:num_pages]))
     return found
 
@@ -61,11 +64,18 @@ class PageReader:
         self._buffer: Tensor | None = None
 
     def read(self, page_ids: Tensor, num_keys: int) -> Tensor:
-        """[kv_heads, num_keys, padded_dim], valid until the next read. Raises IndexError for a page outside the cache."""
+        """[kv_heads, num_keys or more, padded_dim], valid until the next read; what is more is finite.
+
+        Raises IndexError for a page outside the cache.
+        """
         pages = self._view(page_ids)
-        if pages is None:
-            pages = self._gather(page_ids)
-        return pages.flatten(0, 1)[:num_keys].transpose(0, 1)
+        if pages is not None:
+            return pages.flatten(0, 1)[:num_keys].transpose(0, 1)
+        rows = self._gather(page_ids)
+        end = -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
+        # A last page's tail may hold NaN, whose product with a weight of 0 is NaN.
+        rows[num_keys:end] = 0
+        return rows[:end].transpose(0, 1)
 
     def _view(self, page_ids: Tensor) -> Tensor | None:
         """The pages where they are, if they lie one after another and PyTorch's kernel can take their strides."""
@@ -82,11 +92,12 @@ class PageReader:
         return self._cache[first : first + count]
 
     def _gather(self, page_ids: Tensor) -> Tensor:
+        """[buffer's keys, kv_heads, padded_dim] of which the first len(page_ids) * page_size are the pages' keys."""
         _, page_size, kv_heads, dim = self._cache.shape
         if self._buffer is None:
-            shape = (self._max_pages, page_size, kv_heads, self._padded_dim)
+            shape = (self._max_pages * page_size + KEY_MULTIPLE, kv_heads, self._padded_dim)
             make = torch.empty if dim == self._padded_dim else torch.zeros
             self._buffer = make(shape, dtype=self._cache.dtype)
-        pages = self._buffer[: len(page_ids)]
+        pages = self._buffer[: len(page_ids) * page_size].unflatten(0, (len(page_ids), page_size))
         torch.index_select(self._cache, 0, page_ids, out=pages[..., :dim])
-        return pages
+        return self._buffer
