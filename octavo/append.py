@@ -15,6 +15,7 @@ from octavo.validation import (
     check_no_grad,
     check_shape,
     check_values,
+    check_writable,
 )
 
 
@@ -46,6 +47,8 @@ def append(k: NewKeys, v: NewValues, kv: PagedKV, batch: PagedBatch, *, validate
             fail(name, f"dtype {spec.dtype} like the cache", x.dtype, f"{name}.to({spec.dtype})", TypeError)
         check_last_dim(name, x)
         check_device(name, x, kv.k_cache.device)
+    check_writable("k_cache", kv.k_cache)
+    check_writable("v_cache", kv.v_cache)
     check_device("qo_indptr", batch.qo_indptr, kv.k_cache.device)
     check_no_grad(k=k, v=v, k_cache=kv.k_cache, v_cache=kv.v_cache)
     if (validate or k.device.type == "cpu") and not torch.compiler.is_compiling():

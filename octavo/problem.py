@@ -57,6 +57,8 @@ class AttentionSpec:
         if self.num_qo_heads % self.num_kv_heads:
             multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
             fail("num_qo_heads", multiple, self.num_qo_heads, "every K/V head serves the same number of query heads")
+        if not isinstance(self.causal, bool):
+            fail("causal", "a bool", repr(self.causal), "pass True or False", TypeError)
         if self.dtype not in DTYPES:
             fail("dtype", "bfloat16, float16 or float32", self.dtype, "cast q, k and v", TypeError)
 

@@ -6,6 +6,7 @@ out = softmax(sm_scale q k^T) v and lse = log2(sum(exp(sm_scale q k^T))) over th
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -18,12 +19,12 @@ LOG2_E = math.log2(math.e)
 def sequence_lengths(batch: PagedBatch, page_size: int) -> tuple[list[int], list[int]]:
     """(q_lens, kv_lens) as Python ints; reads the index tensors, so it synchronises on a GPU."""
     qo = batch.qo_indptr.tolist()
-    q_lens = [b - a for a, b in zip(qo, qo[1:], strict=False)]
+    q_lens = [b - a for a, b in pairwise(qo)]
     if batch.kv_lens is not None:
         return q_lens, batch.kv_lens.tolist()
     assert batch.kv_indptr is not None
     ptr = batch.kv_indptr.tolist()
-    pages = [b - a for a, b in zip(ptr, ptr[1:], strict=False)]
+    pages = [b - a for a, b in pairwise(ptr)]
     last = [page_size] * len(pages) if batch.last_page_len is None else batch.last_page_len.tolist()
     return q_lens, [(n - 1) * page_size + r if n else 0 for n, r in zip(pages, last, strict=True)]
 

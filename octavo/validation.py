@@ -72,6 +72,8 @@ def check_outputs(spec: AttentionSpec, q: Tensor, out: Tensor | None, lse: Tenso
     if lse.dtype != torch.float32:
         fail("lse", "dtype torch.float32", lse.dtype, "torch.empty(..., dtype=torch.float32)", TypeError)
     check_last_dim("out", out)
+    check_writable("out", out)
+    check_writable("lse", lse)
     for name, x in (("out", out), ("lse", lse)):
         check_device(name, x, q.device)
 
@@ -89,6 +91,17 @@ def check_shape(name: str, x: object, shape: tuple[int | None, ...]) -> None:
 def check_last_dim(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         fail(name, "a contiguous last dimension", f"strides {x.stride()}", f"{name}.contiguous()")
+
+
+def check_writable(name: str, x: Tensor) -> None:
+    """No two elements of what is written may share an address: strides must nest."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < extent:
+            fail(name, "elements at different addresses", f"strides {x.stride()}", f"{name}.clone()")
+                name, "elements at different addresses", f"strides {x.stride()} for {list(x.shape)}", f"{name}.clone()"
+            )
+        extent = stride * size
 
 
 def check_device(name: str, x: Tensor, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Layout of a plan: a header, then work items of int32 words. The planner writes it, both attention kernels read it.
 
-An item is one query tile of one K/V head over one range of keys, or a run of tiles that see no key. Rows of a tile are (token, head in group) pairs, token
-major: row r of a sequence is token r // group_size, query head kv_head * group_size + r % group_size.
+An item is one query tile of one K/V head over one range of keys, or a run of tiles that see no key. Rows of a tile are
+(token, head in group) pairs, token major: row r of a sequence is token r // group_size, query head
+kv_head * group_size + r % group_size.
 """
 
 HEADER_WORDS = 16

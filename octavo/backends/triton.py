@@ -14,8 +14,8 @@ from octavo.planning.tiles import next_power_of_2, rows_per_tile, tile_config
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
-OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 256
-MAX_WRITERS = 64
+OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
+MAX_WRITERS = 256
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 MIN_CAPABILITY = 80
 

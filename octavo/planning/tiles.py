@@ -7,7 +7,7 @@ import torch
 from octavo.problem import Arch, AttentionSpec
 
 SMALL_ROWS, MEDIUM_ROWS, LARGE_ROWS = 16, 64, 128
-ASYNC_TENSOR_CORES = (90, 100, 103)  # wgmma and tcgen05 take operands from shared memory
+ASYNC_TENSOR_CORES = (90, 100, 103)  # wgmma and tcgen05
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,15 @@ def _is_precise(spec: AttentionSpec) -> bool:
     return spec.dtype == torch.float32
 
 
+def _reads_shared(arch: Arch) -> bool:
+    """Whether tensor cores take Q, K and V from shared memory rather than from registers."""
+    return arch.sm in ASYNC_TENSOR_CORES
+
+
 def tile_config(spec: AttentionSpec, block_m: int, arch: Arch) -> TileConfig:
     """The largest key block and deepest pipeline whose tiles fit the shared memory and registers of `arch`."""
     width = next_power_of_2(spec.head_dim) + next_power_of_2(spec.v_dim)
-    q_bytes = block_m * next_power_of_2(spec.head_dim) * spec.dtype.itemsize
+    q_bytes = block_m * next_power_of_2(spec.head_dim) * spec.dtype.itemsize if _reads_shared(arch) else 0
     num_warps = 8 if block_m == LARGE_ROWS or (is_wide(spec) and (block_m == MEDIUM_ROWS or _is_precise(spec))) else 4
     for block_n, num_stages in _key_blocks(spec, block_m, arch):
         if q_bytes + num_stages * block_n * width * spec.dtype.itemsize <= shared_bytes(arch):
@@ -62,10 +67,12 @@ def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[in
         return ((32, 2), (16, 2))
     if block_m == SMALL_ROWS:
         # Little arithmetic hides behind the loads: long tiles keep more of them in flight.
-        return (((128, 2),) if max(spec.head_dim, spec.v_dim) > 64 else ()) + ((64, 3), (64, 2), (32, 2), (16, 2))
-    operands_in_registers = arch.sm not in ASYNC_TENSOR_CORES
-    if operands_in_registers and max(spec.head_dim, spec.v_dim) > 64:
-        return ((32, 3), (32, 2), (16, 2))
+        long = ((128, 2),) if max(spec.head_dim, spec.v_dim) > 64 else ()
+        return (*long, (64, 3 if _reads_shared(arch) else 2), (64, 2), (32, 2), (16, 2))
+    if not _reads_shared(arch) and max(spec.head_dim, spec.v_dim) > 64:
+        if is_wide(spec):
+            return ((64, 2), (32, 2), (16, 2))
+        return (((32, 3),) if block_m == LARGE_ROWS else ()) + ((32, 2), (16, 2))
     if block_m == LARGE_ROWS:
         return ((128, 3), (64, 3), (64, 2), (32, 2), (16, 2))
     return ((64, 3), (64, 2), (32, 2), (16, 2))
