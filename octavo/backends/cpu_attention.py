@@ -40,54 +40,56 @@ def attend(call: AttentionCall) -> None:
 
 
 class _Tiles:
-    """One call, tile by tile, in buffers that all tiles share."""
+    """One call, tile by tile, in buffers that all tiles share. Keys and packed rows are [1, kv_heads, ..., dim]."""
 
     def __init__(self, call: AttentionCall, sequences: Sequence[SequencePages]) -> None:
         spec, heads = call.spec, (call.spec.num_kv_heads, call.spec.group_size)
         scale = call.sm_scale if call.scale_tensor is None else call.sm_scale * float(call.scale_tensor)
         # The sign goes into q: PyTorch's kernel may take a row's maximum before it scales.
         self.scale, self.negate = abs(scale), scale < 0
-        self.spec, self.causal, self.group = spec, spec.causal, spec.group_size
+        self.causal, self.group, self.v_dim = spec.causal, spec.group_size, spec.v_dim
         self.q, self.out, self.lse = (x.unflatten(1, heads) for x in (call.q, call.out, call.lse))
-        longest = max((s.q_len for s in sequences), default=1)
+        queried = [s for s in sequences if s.q_len]
+        longest = max((s.q_len for s in queried), default=1)
         tokens = min(TILE_ROWS // self.group, TILE_TOKENS)
         self.tokens = max(1, min(tokens - tokens % KEY_MULTIPLE if tokens > KEY_MULTIPLE else tokens, longest))
         dim = max(spec.head_dim, spec.v_dim)
-        max_pages = max((len(s.page_ids) for s in sequences if s.q_len), default=0)
-        self.k_pages, self.v_pages = (PageReader(x, max_pages, dim) for x in (call.k_cache, call.v_cache))
-        shape = (spec.num_kv_heads, self.tokens * self.group, dim)
+        keys = max((s.num_pages for s in queried), default=0) * spec.page_size
+        self.k_pages, self.v_pages = (PageReader(x, keys, dim) for x in (call.k_cache, call.v_cache))
+        shape = (1, spec.num_kv_heads, self.tokens * self.group, dim)
         self.packed = (torch.empty if dim == spec.head_dim else torch.zeros)(shape, dtype=spec.dtype)
         self.total, self.part = torch.empty(shape), torch.empty(shape)
-        self.width = min(MASKED_KEYS, max((s.kv_len for s in sequences if s.q_len), default=0))
+        self.as_they_are = not self.negate and dim == spec.head_dim and self.q.stride(2) >= dim
+        self.width = min(MASKED_KEYS, keys)
         self.mask = self._mask() if self.causal and self.tokens > 1 else None
 
     def _mask(self) -> Tensor:
         """[tokens x group, width + tokens + padding] of 0 and -inf: the mask of every tile is a slice of it."""
         columns = self.width + self.tokens + KEY_MULTIPLE - 1
-        mask = torch.full((self.tokens, columns), -math.inf, dtype=self.spec.dtype).triu_(self.width + 1)
+        mask = torch.full((self.tokens, columns), -math.inf, dtype=self.q.dtype).triu_(self.width + 1)
         return mask[:, None].expand(self.tokens, self.group, columns).reshape(-1, columns)
 
     def attend(self, sequence: SequencePages) -> None:
         """All rows of one sequence."""
-        live = min(sequence.q_len, sequence.kv_len) if self.causal else sequence.q_len * bool(sequence.kv_len)
+        keys = sequence.kv_len
+        live = min(sequence.q_len, keys) if self.causal else sequence.q_len * bool(keys)
         first = sequence.start + sequence.q_len - live
         self.write_empty(sequence.start, first)
         if not live:
             return
-        k = self.k_pages.read(sequence.page_ids, sequence.kv_len)
-        v = self.v_pages.read(sequence.page_ids, sequence.kv_len)
-        before = sequence.kv_len - live
-        seen_later = slice(before + 1, sequence.kv_len)
-        poisoned = _not_finite(k[:, seen_later], v[:, seen_later]) if self.causal and live > 1 else []
+        triangle = self.causal and live > 1
+        readable = -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE if triangle else keys
+        k, v = self.k_pages.read(sequence, readable), self.v_pages.read(sequence, readable)
+        before = keys - live
+        poisoned = _not_finite(k[:, :, before + 1 :], v[:, :, before + 1 :]) if triangle else []
         if not poisoned:
-            self._rows(first, live, sequence.kv_len, k, v)
+            self._rows(first, live, keys, k, v)
             return
-        clean = (_zeroed(x, [before + i for i in poisoned]) for x in (k, v))
-        self._rows(first, live, sequence.kv_len, *clean)
+        self._rows(first, live, keys, *(_zeroed(x, [before + i for i in poisoned]) for x in (k, v)))
         # Rows between two such keys see the same ones of them: no row meets one that it does not see.
         for low, high in pairwise([*poisoned, live]):
             keys = before + high
-            self._rows(first + low, high - low, keys, k[:, :keys], v[:, :keys])
+            self._rows(first + low, high - low, keys, k[:, :, :keys], v[:, :, :keys])
 
     def _rows(self, first: int, count: int, keys: int, k: Tensor, v: Tensor) -> None:
         """Rows [first, first + count); causal: the last of them sees `keys` keys. More in k and v are finite."""
@@ -97,17 +99,23 @@ class _Tiles:
 
     def _tile(self, low: int, high: int, keys: int, k: Tensor, v: Tensor) -> None:
         """Rows [low, high); causal: the last of them sees `keys` keys."""
+        tokens = high - low
+        if tokens == 1 and self.as_they_are:
+            out, lse = self._fused(self.q[low:high], k[:, :, :keys], v[:, :, :keys], None)
+            self.out[low:high].copy_(out if self.v_dim == out.shape[-1] else out[..., : self.v_dim])
+            self.lse[low:high].copy_(lse)
+            return
         q = self._pack(low, high)
-        parts = self._parts(high - low, keys, k.shape[1])
-        states = (self._fused(q, k[:, part], v[:, part], mask) for part, mask in parts)
+        parts = self._parts(tokens, keys, k.shape[2])
+        states = (self._fused(q, k[:, :, part], v[:, :, part], mask) for part, mask in parts)
         out, lse = next(states)
         for i, (other, other_lse) in enumerate(states):
             if i == 0:
-                out = self.total[:, : q.shape[1]].copy_(out)
-            fold_state(out, lse, other, other_lse, self.part[:, : q.shape[1]])
-        tokens_group = (high - low, self.group)
-        self.out[low:high].copy_(out[..., : self.spec.v_dim].unflatten(1, tokens_group).transpose(0, 1))
-        self.lse[low:high].copy_(lse.unflatten(1, tokens_group).transpose(0, 1))
+                out = self.total[:, :, : q.shape[2]].copy_(out)
+            fold_state(out, lse, other, other_lse, self.part[:, :, : q.shape[2]])
+        tokens_group = (tokens, self.group)
+        self.out[low:high].copy_(out[0, ..., : self.v_dim].unflatten(1, tokens_group).transpose(0, 1))
+        self.lse[low:high].copy_(lse[0].unflatten(1, tokens_group).transpose(0, 1))
 
     def _parts(self, tokens: int, keys: int, readable: int) -> Iterator[tuple[slice, Tensor | None]]:
         """The fused calls of a tile: which keys, and the mask where rows do not all see them."""
@@ -122,21 +130,21 @@ class _Tiles:
             yield slice(low, high), None
             low = high
         if self.mask is not None:
-            # The kernel takes keys past a multiple of 16 one by one: further keys, masked, are cheaper.
-            end = min(-(-(keys - low) // KEY_MULTIPLE) * KEY_MULTIPLE + low, readable)
+            # Further keys that no row sees fill the last vector at no cost; below one, single keys are more exact.
+            full = low + -(-(keys - low) // KEY_MULTIPLE) * KEY_MULTIPLE
+            end = min(full, readable) if keys - low > KEY_MULTIPLE else keys
             yield slice(low, end), self.mask[: tokens * self.group, width - (before - low) : width + end - before]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out [kv_heads, rows, dim], base-2 lse [kv_heads, rows])."""
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], k[None], v[None], attn_mask=mask, scale=self.scale
-        )
-        return out[0], lse[0].mul_(LOG2_E)
+        """(out [1, kv_heads, rows, dim], base-2 lse [1, kv_heads, rows])."""
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = attention(q, k, v, attn_mask=mask, scale=self.scale)
+        return out, lse.mul_(LOG2_E)
 
     def _pack(self, low: int, high: int) -> Tensor:
-        """Rows [low, high) as [kv_heads, tokens x group, dim], zeros past head_dim."""
-        packed = self.packed[:, : (high - low) * self.group]
-        rows = packed[..., : self.spec.head_dim].unflatten(1, (high - low, self.group)).transpose(0, 1)
+        """Rows [low, high) as [1, kv_heads, tokens x group, dim], zeros past head_dim."""
+        packed = self.packed[:, :, : (high - low) * self.group]
+        rows = packed[0, ..., : self.q.shape[-1]].unflatten(1, (high - low, self.group)).transpose(0, 1)
         if self.negate:
             torch.neg(self.q[low:high], out=rows)
         else:
@@ -154,13 +162,13 @@ def _not_finite(k: Tensor, v: Tensor) -> list[int]:
     """1 + the positions of keys that hold NaN or Inf; a finite sum says at once that there are none."""
     if all(math.isfinite(float(x.sum())) for x in (k, v)):
         return []
-    finite = k.isfinite().all(-1).all(0) & v.isfinite().all(-1).all(0)
-    return [1 + i for i in (~finite).nonzero().flatten().tolist()]
+    finite = [x.isfinite().all(-1).flatten(0, 1).all(0) for x in (k, v)]
+    return [1 + i for i in (~(finite[0] & finite[1])).nonzero().flatten().tolist()]
 
 
 def _zeroed(x: Tensor, keys: list[int]) -> Tensor:
     copy = x.clone()
-    copy[:, keys] = 0
+    copy[:, :, keys] = 0
     return copy
 
 

@@ -19,6 +19,7 @@ class SequencePages:
     start: int
     q_len: int
     kv_len: int
+    num_pages: int
     page_ids: Tensor
 
 
@@ -35,9 +36,10 @@ def sequences_of(batch: PagedBatch, page_size: int) -> list[SequencePages]:
     found = []
     for start, q_len, kv_len, table in zip(qo, q_lens, kv_lens, tables, strict=False):
         num_pages = -(-kv_len // page_size)
-        if num_pages > len(table):
-            raise ValueError(f"batch: expected {num_pages} page ids, got {len(table)}; fix: pass the whole table")
-        found.append(SequencePages(start, q_len, kv_len, table[:num_pages]))
+        if num_pages > table.shape[0]:
+            got = f"got {table.shape[0]}; fix: pass the whole table"
+            raise ValueError(f"batch: expected {num_pages} page ids for {kv_len} keys, {got}")
+        found.append(SequencePages(start, q_len, kv_len, num_pages, table[:num_pages]))
     return found
 
 
@@ -51,53 +53,54 @@ def _csr_tables(batch: PagedBatch, page_size: int) -> tuple[list[int], list[Tens
 
 
 class PageReader:
-    """One cache's keys (or values), a sequence at a time, in a buffer that all sequences of a call share.
+    """One cache's keys (or values), a sequence at a time: in place where its pages lie in a row, else copied.
 
     Args:
         cache: [pages, page_size, kv_heads, dim], any strides with a contiguous last dimension.
-        max_pages: pages of the longest sequence that will be read.
+        max_keys: keys in all pages of the longest sequence that will be read.
         padded_dim: elements per head in what `read` returns, zeros past the cache's own.
     """
 
-    def __init__(self, cache: Tensor, max_pages: int, padded_dim: int) -> None:
-        self._cache, self._max_pages, self._padded_dim = cache, max_pages, padded_dim
-        self._buffer: Tensor | None = None
+    def __init__(self, cache: Tensor, max_keys: int, padded_dim: int) -> None:
+        self._cache, self._max_keys, self._padded_dim = cache, max_keys, padded_dim
+        _, page_size, _, dim = cache.shape
+        page_stride, token_stride = cache.stride()[:2]
+        token_stride = page_stride if page_size == 1 else token_stride
+        self._in_place: Tensor | None = None
+        # Matrix products take rows of any stride that keeps them apart.
+        if dim == padded_dim and token_stride >= dim and page_stride == page_size * token_stride:
+            self._in_place = cache.flatten(0, 1).transpose(0, 1)[None]
+        self._copies = self._pages = cache
 
-    def read(self, page_ids: Tensor, num_keys: int) -> Tensor:
-        """[kv_heads, num_keys or more, padded_dim], valid until the next read; what is more is finite.
+    def read(self, sequence: SequencePages, num_keys: int) -> Tensor:
+        """[1, kv_heads, num_keys, padded_dim], valid until the next read; keys past the sequence's own are 0.
 
+        Fewer than num_keys, but all of the sequence's, where they are read in place.
         Raises IndexError for a page outside the cache.
         """
-        pages = self._view(page_ids)
-        if pages is not None:
-            return pages.flatten(0, 1)[:num_keys].transpose(0, 1)
-        rows = self._gather(page_ids)
-        end = -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
-        # A last page's tail may hold NaN, whose product with a weight of 0 is NaN.
-        rows[num_keys:end] = 0
-        return rows[:end].transpose(0, 1)
+        first = self._first_of_run(sequence)
+        if first is not None and self._in_place is not None:
+            start = first * self._cache.shape[1]
+            return self._in_place[:, :, start : start + sequence.kv_len]
+        if self._copies is self._cache:
+            self._allocate()
+        torch.index_select(self._cache, 0, sequence.page_ids, out=self._pages[: sequence.num_pages])
+        if num_keys > sequence.kv_len:
+            self._copies[:, :, sequence.kv_len : num_keys] = 0
+        return self._copies[:, :, :num_keys]
 
-    def _view(self, page_ids: Tensor) -> Tensor | None:
-        """The pages where they are, if they lie one after another and PyTorch's kernel can take their strides."""
-        _, page_size, _, dim = self._cache.shape
-        page_stride, token_stride = self._cache.stride()[:2]
-        token_stride = page_stride if page_size == 1 else token_stride
-        first, count = int(page_ids[0]), len(page_ids)
-        if dim != self._padded_dim or token_stride < dim or first < 0 or first + count > self._cache.shape[0]:
+    def _first_of_run(self, sequence: SequencePages) -> int | None:
+        """The first page, where the others follow it one by one."""
+        ids, count = sequence.page_ids, sequence.num_pages
+        first, last = int(ids[0]), int(ids[-1])
+        if last - first != count - 1 or first < 0 or last >= self._cache.shape[0]:
             return None
-        if count > 1 and (page_stride != page_size * token_stride or int(page_ids[-1]) != first + count - 1):
-            return None
-        if count > 2 and not bool((page_ids[1:] - page_ids[:-1] == 1).all()):
-            return None
-        return self._cache[first : first + count]
+        return first if count < 3 or bool((ids[1:] - ids[:-1] == 1).all()) else None
 
-    def _gather(self, page_ids: Tensor) -> Tensor:
-        """[buffer's keys, kv_heads, padded_dim] of which the first len(page_ids) * page_size are the pages' keys."""
+    def _allocate(self) -> None:
         _, page_size, kv_heads, dim = self._cache.shape
-        if self._buffer is None:
-            shape = (self._max_pages * page_size + KEY_MULTIPLE, kv_heads, self._padded_dim)
-            make = torch.empty if dim == self._padded_dim else torch.zeros
-            self._buffer = make(shape, dtype=self._cache.dtype)
-        pages = self._buffer[: len(page_ids) * page_size].unflatten(0, (len(page_ids), page_size))
-        torch.index_select(self._cache, 0, page_ids, out=pages[..., :dim])
-        return self._buffer
+        spare = page_size * -(-KEY_MULTIPLE // page_size)
+        make = torch.empty if dim == self._padded_dim else torch.zeros
+        copies = make(self._max_keys + spare, kv_heads, self._padded_dim, dtype=self._cache.dtype)
+        self._copies = copies.transpose(0, 1)[None]
+        self._pages = copies.unflatten(0, (-1, page_size))[..., :dim]
