@@ -126,9 +126,13 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
         equal = other_shape[2][None, :] == own_shape[2][:, None]
         before = longer | (equal & (other[None, :] < own[:, None]))
         place += tl.sum(tl.where(before, items[None, :], 0), 1)
-        total += tl.sum(items, 0)
+        total = tl.minimum(total + tl.sum(items, 0), 1 << 30)
+    # More than schedule.max_items only where offsets fall: then there is no room, and nothing is planned.
+    fits = total <= (num_tokens * GROUP // BLOCK_M + tl.minimum(num_tokens, num_sequences + 1)) * HKV
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(plan + NUM_ITEMS, total)
+        tl.store(plan + NUM_ITEMS, tl.where(fits, total, 0))
+    if not fits:
+        return
 
     ends = tl.cumsum(own_items, 0)
     mine = tl.sum(own_items, 0)
