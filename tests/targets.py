@@ -11,7 +11,7 @@ from octavo import BatchAttention, attend, merge, ops
 from octavo.backends import BACKENDS, arch_of, resolve
 from octavo.backends.arch import interpreting
 
-INTERPRETER_WORK = 700_000
+INTERPRETER_WORK = 200_000
 """Most (query row, key) pairs of one case under Triton's interpreter, which takes seconds for more."""
 
 

@@ -172,7 +172,7 @@ def test_compiled_run_into_buffers_is_eager(target, compiler):
 
 @pytest.mark.parametrize("compiler", (*COMPILERS, "inductor"))
 def test_compiled_append_then_attend_is_eager(target, compiler):
-    """The write must not move past the read, nor vanish. No arithmetic of its own: inductor has no kernel to compile."""
+    """The write must not move past the read, nor vanish. Without arithmetic, inductor has no kernel to compile."""
     problem = target.build(Case("append", page_size=4, dtype=FP32, padding=0))
     generator = torch.Generator().manual_seed(3)
     k, v = (torch.randn(problem.q.shape[0], 2, 64, generator=generator).to(target.device) for _ in range(2))

@@ -1,0 +1,128 @@
+"""The architecture of docs/architecture.md: import direction, budgets, no mutable module state, lean import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "octavo"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import its own layer and those to its left.
+BASE = ("errors", "shapes", "problem", "kv_cache", "work_item")
+LAYERS = (BASE, ("validation", "reference"), ("planning", "kernels"), ("backends",), ("ops",))
+LAYERS += (("api", "append", "merge"), ("", "__init__"), ("aot", "bench"), ("cli", "__main__"))
+
+MAX_HOST_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 500, 50, 8
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def part_of(module: str) -> str:
+    """First component below the package: "backends" for octavo.backends.cpu, "" for octavo itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def layer_of(part: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if part in layer)
+
+
+def imports_of(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{a.name}" if node.module == "octavo" else str(node.module) for a in node.names]
+    return found
+
+
+def own_imports(path: Path) -> list[str]:
+    return [m for m in imports_of(path) if m.split(".")[0] == "octavo"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_one_way(path):
+    part = part_of(name_of(path))
+    for module in own_imports(path):
+        target = part_of(module) if (PACKAGE / part_of(module)).exists() or part_of(module) in sum(LAYERS, ()) else ""
+        assert layer_of(target) <= layer_of(part), f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.py")), ids=name_of)
+def test_kernels_import_no_host_module(path):
+    for module in imports_of(path):
+        allowed = module.startswith(("triton", "octavo.kernels.")) or module == "octavo.work_item"
+        assert allowed or module in ("__future__", "functools", "octavo.kernels"), f"{name_of(path)} imports {module}"
+
+
+def test_the_oracle_stands_alone():
+    for module in own_imports(PACKAGE / "reference.py"):
+        assert part_of(module) in BASE
+
+
+def is_kernel(path: Path) -> bool:
+    return path.parent.name == "kernels"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_are_small(path):
+    limit = MAX_KERNEL_LINES if is_kernel(path) else MAX_HOST_LINES
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if not is_kernel(p)], ids=name_of)
+def test_functions_are_small(path):
+    """Docstrings do not count: they are documentation, not code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+            positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+            assert len(positional) <= MAX_POSITIONAL, f"{node.name} takes {positional}"
+
+
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+# Tables that are never written: the implementations that ops.py registers, and pointer types by dtype.
+CONSTANT_TABLES = {"__all__", "_IMPLEMENTATIONS"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_mutable_module_state(path):
+    """Module-level containers are constants, and named like it; nothing rebinds a module's name from inside."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, MUTABLE):
+            names = [t.id for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+            assert all(n.lstrip("_").isupper() or n in CONSTANT_TABLES for n in names), f"{names} in {name_of(path)}"
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
+
+
+HEAVY = ("triton", "typer", "rich", "safetensors", "matplotlib")
+
+
+def loaded_by(statement: str) -> str:
+    code = f"import sys; {statement}; print(*(m for m in {HEAVY} if m in sys.modules))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_needs_torch_alone():
+    assert loaded_by("import octavo") == loaded_by("import torch")
+
+
+def test_the_repository_speaks_of_octavo_alone():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    words = ("/wo" + "rk/", "/fa" + "rm/", "/.lib" + "rary", "nvidia-" + "h200", "this " + "session")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.is_file() and path.suffix in (".py", ".md", ".toml", ".jsonl", ".css", ".html", ""):
+            text = path.read_text(errors="replace")
+            assert not [w for w in words if w in text], name

@@ -1,0 +1,70 @@
+"""Every example in README.md, docs/ and the docstrings runs."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Commands that take minutes, or that other tests run.
+SLOW = re.compile(r"octavo (run|check|compile|bench|report)\b(?!.*--help)|pytest|pip|venv|git ")
+
+
+def blocks(*languages):
+    for page in PAGES:
+        for i, (language, text) in enumerate(BLOCK.findall(page.read_text())):
+            if language in languages:
+                yield pytest.param(text, id=f"{page.stem}-{i}")
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def commands(text):
+    lines = (line.removeprefix("$ ").split(" #")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line.startswith(("octavo ", "python -m octavo"))]
+
+
+@pytest.mark.parametrize("text", blocks("sh", "bash", "console"))
+def test_commands_are_commands(text):
+    """Each octavo command line parses: --help is appended, so that nothing slow runs; the quick ones do run."""
+    for line in commands(text):
+        words = line.removeprefix("python -m ").split()[1:]
+        subcommand = [w for w in words[:1] if not w.startswith("-")]
+        run = [sys.executable, "-m", "octavo", *([*subcommand, "--help"] if SLOW.search(line) else words)]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        if SLOW.search(line):
+            unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in done.stdout]
+            assert not unknown, f"{line}: {unknown} not in --help"
+
+
+PUBLIC = [
+    m.name for m in pkgutil.iter_modules(octavo.__path__, "octavo.") if not m.name.rpartition(".")[2].startswith("_")
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_doctests(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_there_are_examples():
+    assert os.path.exists(ROOT / "README.md")
+    assert any(BLOCK.findall(page.read_text()) for page in PAGES)
