@@ -27,7 +27,7 @@ def blocks(*languages):
                 yield pytest.param(text, id=f"{page.stem}-{i}")
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", list(blocks("python")))
 def test_python_blocks_run(code, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
@@ -40,7 +40,7 @@ def commands(text):
     return [line for line in lines if line.startswith(("octavo ", "python -m octavo"))]
 
 
-@pytest.mark.parametrize("text", blocks("sh", "bash", "console"))
+@pytest.mark.parametrize("text", list(blocks("sh", "bash", "console")))
 def test_commands_are_commands(text):
     """Each octavo command line parses: --help is appended, so that nothing slow runs; the quick ones do run."""
     for line in commands(text):

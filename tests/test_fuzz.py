@@ -181,10 +181,14 @@ def reject_or_correct(target: Target, case: Case, wrong: list) -> None:
     assert_matches(adapted(problem), *result)
 
 
-# Few under the interpreter, where each takes a second.
+def examples(target: Target) -> int:
+    """Few where each takes seconds: under the interpreter, and on a GPU, where each spec compiles kernels."""
+    return 12 if target.interpreted else 250 if target.device == "cpu" else 40
+
+
 @pytest.mark.parametrize("valid", (True, False), ids=("valid", "faulty"))
 def test_reject_or_correct(backend, valid):
-    @settings(max_examples=12 if backend.interpreted else 250, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(backend), suppress_health_check=list(HealthCheck))
     @given(case=cases(), wrong=st.just([]) if valid else faults)
     def run(case, wrong):
         assume(sum(case.qo_lens) or not valid)

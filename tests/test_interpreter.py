@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_contract.py", "test_append_merge.py", "test_cases.py", "test_fuzz.py")
+FILES = ("test_contract.py", "test_append_merge.py", "test_cases.py", "test_fuzz.py", "test_planner.py")
 FEWEST = 250
 """Tests that must have passed; fewer means that the selection has broken."""
 

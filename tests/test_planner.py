@@ -165,6 +165,22 @@ def test_broken_indptr_stays_inside_the_tensors():
     qo = torch.tensor([0, 9, 4, 900], dtype=torch.int32, device=DEVICE)
     kv = torch.tensor([0, 50, -3, 70], dtype=torch.int32, device=DEVICE)
     batch = PagedBatch.csr(qo, kv, torch.zeros(20, dtype=torch.int32, device=DEVICE))
-    for item in plan_on_device(spec, batch, 12, 16):
+    items = plan_on_device(spec, batch, 12, 16)
+    assert items
+    for item in items:
         assert item.q_start >= 0 and item.q_start + item.q_len <= 12
         assert item.page_position >= 0 and item.page_position + item.kv_len <= 20
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+def test_falling_indptr_does_not_outgrow_the_plan():
+    spec = AttentionSpec(4, 2, head_dim=16)
+    qo = torch.tensor([0, 100] * 20, dtype=torch.int32, device=DEVICE)
+    batch = PagedBatch.csr(qo, torch.zeros_like(qo), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    backend = TritonBackend()
+    words = backend.plan_words(spec, 100, 39, 16)
+    guarded = torch.full((words + 4096,), -1, dtype=torch.int32, device=DEVICE)
+    backend.plan(spec, batch, 100, 16, guarded[:words])
+    assert (guarded[words:] == -1).all()
+    assert int(guarded[work_item.NUM_ITEMS]) <= max_items(spec, 100, 39, 16)
