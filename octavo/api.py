@@ -93,7 +93,8 @@ def attend(
 def _attend_on_gpu(
     q: Queries, kv: PagedKV, batch: PagedBatch, *, sm_scale: float | Tensor | None, causal: bool, backend: str | None
 ) -> tuple[Output, LogSumExp]:
-    check_values(spec_of(q, kv, causal), batch, q.shape[0], kv.num_pages)
+    if _reads_values(q, False):
+        check_values(spec_of(q, kv, causal), batch, q.shape[0], kv.num_pages)
     moved = PagedKV(kv.k_cache.cuda(), kv.v_cache.cuda())
     out, lse = attend(q.cuda(), moved, batch.to("cuda"), sm_scale=sm_scale, causal=causal, backend=backend)
     return out.cpu(), lse.cpu()

@@ -9,26 +9,28 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_contract.py", "test_append_merge.py", "test_cases.py", "test_fuzz.py", "test_planner.py")
-FEWEST = 250
-"""Tests that must have passed; fewer means that the selection has broken."""
+FEWEST = {
+    "test_contract.py": 180,
+    "test_append_merge.py": 50,
+    "test_cases.py": 15,
+    "test_fuzz.py": 2,
+    "test_planner.py": 25,
+}
+"""Tests of each file that must have passed; fewer means that the selection has broken."""
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs in the process that this test starts")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs in the processes that this test starts")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(900)
-def test_triton_kernels_under_the_interpreter():
+@pytest.mark.parametrize("name", FEWEST)
+def test_triton_kernels_under_the_interpreter(name):
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-m", "interpreter", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *(str(here / name) for name in FILES)],
-        cwd=here.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [*command, str(here / name)], cwd=here.parent, env=environment, capture_output=True, text=True
     )
     report = done.stdout + done.stderr
     assert done.returncode == 0, report
     passed = re.search(r"(\d+) passed", report)
-    assert passed is not None and int(passed[1]) >= FEWEST, report
+    assert passed is not None and int(passed[1]) >= FEWEST[name], report
