@@ -45,11 +45,14 @@ class Workload:
         return 2 * (spec.head_dim + spec.v_dim) * spec.num_qo_heads * self.visible_pairs(spec.causal)
 
     def bytes(self, spec: AttentionSpec) -> int:
-        """Least memory traffic: visible K/V, q, page ids once; out and lse written once."""
-        seen = sum(m for n, m in zip(self.qo_lens, self.kv_lens, strict=True) if n)
+        """Least memory traffic: K/V, page ids and q of rows that see keys read once; out and lse written once."""
+        pairs = list(zip(self.qo_lens, self.kv_lens, strict=True))
+        seen = sum(m for n, m in pairs if n)
+        seeing = sum(min(n, m) if spec.causal else n * bool(m) for n, m in pairs)
         kv = seen * spec.num_kv_heads * (spec.head_dim + spec.v_dim) * spec.dtype.itemsize
-        rows = self.num_tokens * spec.num_qo_heads * ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize + 4)
-        return kv + rows + 4 * -(-seen // spec.page_size)
+        queries = seeing * spec.num_qo_heads * spec.head_dim * spec.dtype.itemsize
+        outputs = self.num_tokens * spec.num_qo_heads * (spec.v_dim * spec.dtype.itemsize + 4)
+        return kv + queries + outputs + 4 * -(-seen // spec.page_size)
 
     def shrunk(self, max_pairs: int, max_lengths: int | None = None) -> "Workload":
         """The same shape with all lengths divided by one factor: about `max_pairs` visible pairs remain at most, and
