@@ -103,19 +103,22 @@ class _Tiles:
         if tokens == 1 and self.as_they_are:
             out, lse = self._fused(self.q[low:high], k[:, :, :keys], v[:, :, :keys], None)
             self.out[low:high].copy_(out if self.v_dim == out.shape[-1] else out[..., : self.v_dim])
-            self.lse[low:high].copy_(lse)
+            torch.mul(lse, LOG2_E, out=self.lse[low:high])
             return
         q = self._pack(low, high)
         parts = self._parts(tokens, keys, k.shape[2])
         states = (self._fused(q, k[:, :, part], v[:, :, part], mask) for part, mask in parts)
         out, lse = next(states)
-        for i, (other, other_lse) in enumerate(states):
-            if i == 0:
-                out = self.total[:, :, : q.shape[2]].copy_(out)
-            fold_state(out, lse, other, other_lse, self.part[:, :, : q.shape[2]])
+        merged = False
+        for other, other_lse in states:
+            if not merged:
+                out, merged = self.total[:, :, : q.shape[2]].copy_(out), True
+                lse.mul_(LOG2_E)
+            fold_state(out, lse, other, other_lse.mul_(LOG2_E), self.part[:, :, : q.shape[2]])
         tokens_group = (tokens, self.group)
         self.out[low:high].copy_(out[0, ..., : self.v_dim].unflatten(1, tokens_group).transpose(0, 1))
-        self.lse[low:high].copy_(lse[0].unflatten(1, tokens_group).transpose(0, 1))
+        lse = lse[0].unflatten(1, tokens_group).transpose(0, 1)
+        torch.mul(lse, 1.0 if merged else LOG2_E, out=self.lse[low:high])
 
     def _parts(self, tokens: int, keys: int, readable: int) -> Iterator[tuple[slice, Tensor | None]]:
         """The fused calls of a tile: which keys, and the mask where rows do not all see them."""
@@ -136,10 +139,9 @@ class _Tiles:
             yield slice(low, end), self.mask[: tokens * self.group, width - (before - low) : width + end - before]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out [1, kv_heads, rows, dim], base-2 lse [1, kv_heads, rows])."""
+        """(out [1, kv_heads, rows, dim], natural lse [1, kv_heads, rows])."""
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        out, lse = attention(q, k, v, attn_mask=mask, scale=self.scale)
-        return out, lse.mul_(LOG2_E)
+        return attention(q, k, v, attn_mask=mask, scale=self.scale)
 
     def _pack(self, low: int, high: int) -> Tensor:
         """Rows [low, high) as [1, kv_heads, tokens x group, dim], zeros past head_dim."""

@@ -1,6 +1,7 @@
 """Where each sequence's keys are, and reading them out of the pages, on the CPU."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -21,6 +22,15 @@ class SequencePages:
     kv_len: int
     num_pages: int
     page_ids: Tensor
+
+    @cached_property
+    def first_of_run(self) -> int | None:
+        """The first page's id where the others follow it one by one."""
+        ids, count = self.page_ids, self.num_pages
+        first = int(ids[0])
+        if int(ids[-1]) - first != count - 1:
+            return None
+        return first if count < 3 or bool((ids[1:] - ids[:-1] == 1).all()) else None
 
 
 def sequences_of(batch: PagedBatch, page_size: int) -> list[SequencePages]:
@@ -78,24 +88,15 @@ class PageReader:
         Fewer than num_keys, but all of the sequence's, where they are read in place.
         Raises IndexError for a page outside the cache.
         """
-        first = self._first_of_run(sequence)
-        if first is not None and self._in_place is not None:
-            start = first * self._cache.shape[1]
-            return self._in_place[:, :, start : start + sequence.kv_len]
+        first, (num_pages, page_size) = sequence.first_of_run, self._cache.shape[:2]
+        if self._in_place is not None and first is not None and 0 <= first <= num_pages - sequence.num_pages:
+            return self._in_place[:, :, first * page_size : first * page_size + sequence.kv_len]
         if self._copies is self._cache:
             self._allocate()
         torch.index_select(self._cache, 0, sequence.page_ids, out=self._pages[: sequence.num_pages])
         if num_keys > sequence.kv_len:
             self._copies[:, :, sequence.kv_len : num_keys] = 0
         return self._copies[:, :, :num_keys]
-
-    def _first_of_run(self, sequence: SequencePages) -> int | None:
-        """The first page, where the others follow it one by one."""
-        ids, count = sequence.page_ids, sequence.num_pages
-        first, last = int(ids[0]), int(ids[-1])
-        if last - first != count - 1 or first < 0 or last >= self._cache.shape[0]:
-            return None
-        return first if count < 3 or bool((ids[1:] - ids[:-1] == 1).all()) else None
 
     def _allocate(self) -> None:
         _, page_size, kv_heads, dim = self._cache.shape
