@@ -6,6 +6,8 @@ from jaxtyping import install_import_hook
 CHECKED_MODULES = ("octavo.backends", "octavo.ops", "octavo.reference")
 install_import_hook(CHECKED_MODULES, "beartype.beartype")
 
+import random  # noqa: E402
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -16,13 +18,28 @@ hypothesis.settings.register_profile("octavo", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("octavo")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, metavar="N", help="run at most N of a test's parameters, always the same")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample") is not None:
+        keep_sample(config, items, config.getoption("--sample"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("heavy"):
             item.add_marker(skip)
+
+
+def keep_sample(config: pytest.Config, items: list[pytest.Item], size: int) -> None:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {x for name, group in tests.items() for x in random.Random(name).sample(group, min(size, len(group)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(params=targets())

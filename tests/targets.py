@@ -11,7 +11,7 @@ from octavo import BatchAttention, attend, merge, ops
 from octavo.backends import BACKENDS, arch_of, resolve
 from octavo.backends.arch import interpreting
 
-INTERPRETER_WORK, INTERPRETER_ROWS = 200_000, 4_000
+INTERPRETER_WORK = 700_000
 """Most (query row, key) pairs of one case under Triton's interpreter, which takes seconds for more."""
 
 
@@ -28,9 +28,8 @@ class Target:
         """The case's tensors; skips where this backend says it cannot serve them, or the interpreter is too slow."""
         if self.interpreted:
             pairs = sum(n * m for n, m in zip(case.qo_lens, case.kv_lens, strict=True)) * case.heads[0]
-            rows = sum(case.qo_lens) * case.heads[0]
-            if pairs > INTERPRETER_WORK or rows > INTERPRETER_ROWS:
-                pytest.skip(f"{rows} rows and {pairs} pairs are slow under Triton's interpreter")
+            if pairs > INTERPRETER_WORK:
+                pytest.skip(f"{pairs} (row, key) pairs are slow under Triton's interpreter")
             # The interpreter multiplies bfloat16 tiles as raw bits.
             case = replace(case, dtype=FP16 if case.dtype == BF16 else case.dtype)
         self.require(case.spec)
