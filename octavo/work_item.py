@@ -7,7 +7,6 @@ kv_head * group_size + r % group_size.
 
 HEADER_WORDS = 16
 NUM_ITEMS = 0  # header word: items that follow
-ITEMS_TAKEN = 8  # header word: a counter that the planner zeroes and that a kernel leaves at zero
 
 ITEM_WORDS = 16  # 64 bytes: an item is read from two 32-byte sectors
 Q_START = 0  # first token of the sequence

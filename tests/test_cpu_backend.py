@@ -29,7 +29,7 @@ print(peak() - before)
 
 
 def test_memory_beyond_inputs_and_outputs_is_below_three_sequences():
-    """Pages are gathered once per sequence into buffers that all sequences share, and there is no queries x keys mask."""
+    """Pages are gathered into buffers that all sequences share, and there is no queries x keys mask."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     largest = 16000 * 4 * (128 + 128) * 4
     grown = int(done.stdout)
