@@ -278,7 +278,7 @@ def _box(place, barrier, column_blocks, column_block_bytes):
 @gluon.jit
 def load_box(tensor_map, row, head, page, PLACE: gl.constexpr, offset, BARRIER: gl.constexpr, barrier_offset,
              COLUMN_BLOCKS: gl.constexpr, COLUMN_BLOCK_BYTES: gl.constexpr):  # fmt: skip
-    """Copy 32 consecutive rows with TMA, `row` being lane 0's. Each lane arrives once; the bytes count on the barrier."""
+    """Copy 32 consecutive rows with TMA; `row` is lane 0's. Each lane arrives once; the bytes count on the barrier."""
     text: gl.constexpr = _box(PLACE, BARRIER, COLUMN_BLOCKS, COLUMN_BLOCK_BYTES)
     gl.inline_asm_elementwise(text, "=r,r,r,l,r,r,r", [offset, barrier_offset, tensor_map, row, head, page], gl.int32,
                               is_pure=False, pack=1)  # fmt: skip
