@@ -80,6 +80,8 @@ class _Tiles:
         triangle = self.causal and live > 1
         readable = -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE if triangle else keys
         k, v = self.k_pages.read(sequence, readable), self.v_pages.read(sequence, readable)
+        readable = min(k.shape[2], v.shape[2])  # One may be read in place, which gives no key past the sequence's own.
+        k, v = k[:, :, :readable], v[:, :, :readable]
         before = keys - live
         poisoned = _not_finite(k[:, :, before + 1 :], v[:, :, before + 1 :]) if triangle else []
         if not poisoned:
