@@ -1,14 +1,14 @@
 """Attention problems as data, and tensors made from them in which everything an operator must not read is poison."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from octavo import AttentionSpec, PagedBatch, PagedKV
-from octavo.reference import reference
+from octavo.reference import page_ids, reference, sequence_lengths
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -31,6 +31,7 @@ class Case:
     dense: bool = False
     index_dtypes: tuple[torch.dtype, ...] = (I32, I32, I32, I32)
     padding: int = 2
+    scattered: bool = True
     kv_storage: str = "nhd"
     q_storage: str = "contiguous"
     sm_scale: float | None = None
@@ -75,7 +76,8 @@ def build(case: Case, device: str = "cpu") -> Problem:
     generator = torch.Generator().manual_seed(case.seed)
     counts = pages_of(case.kv_lens, case.page_size)
     total = sum(counts) + 5
-    ids = torch.randperm(total, generator=generator)[: sum(counts)]
+    order = torch.randperm(total, generator=generator) if case.scattered else torch.arange(2, total)
+    ids = order[: sum(counts)]
     shape = (total, case.page_size, case.heads[1])
     k, v = (torch.full((*shape, d), math.nan, dtype=case.dtype) for d in case.dims)
     position = 0
@@ -102,6 +104,45 @@ def without_poison(p: Problem) -> Problem:
     for x in (p.q, p.kv.k_cache, p.kv.v_cache):
         storage_of(x).nan_to_num_(0.5)
     return p
+
+
+def copied(k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    """The same views of a copy of the whole memory, which k and v may share."""
+    memory = storage_of(k).clone()
+    shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    others = memory if shared else storage_of(v).clone()
+    return (m.as_strided(x.shape, x.stride(), x.storage_offset()) for m, x in ((memory, k), (others, v)))
+
+
+def new_tokens(problem: Problem, seed: int = 5) -> list[Tensor]:
+    """Keys and values for each row of q; those of padding rows are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    spec, rows = problem.spec, problem.q.shape[0]
+    used = int(problem.batch.qo_indptr[-1])
+    made = []
+    for dim in (spec.head_dim, spec.v_dim):
+        x = torch.randn(rows, spec.num_kv_heads, dim, generator=generator)
+        x[used:] = math.nan
+        made.append(x.to(problem.q))
+    return made
+
+
+def append_in_loops(problem: Problem, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches as append must leave them: views of a copy of the caches' whole memory."""
+    k_cache, v_cache = copied(problem.kv.k_cache, problem.kv.v_cache)
+    write_in_loops(problem.batch.to("cpu"), k, v, k_cache, v_cache)
+    return k_cache, v_cache
+
+
+def write_in_loops(batch: PagedBatch, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    page_size, row = k_cache.shape[1], 0
+    for sequence, (q_len, kv_len) in enumerate(zip(*sequence_lengths(batch, page_size), strict=True)):
+        ids = page_ids(batch, sequence, -(-kv_len // page_size)).tolist()
+        for position in range(kv_len - q_len, kv_len):
+            if position >= 0:
+                where = ids[position // page_size], position % page_size
+                k_cache[where], v_cache[where] = k[row], v[row]
+            row += 1
 
 
 def _table(case: Case, ids: Tensor, counts: list[int]) -> PagedBatch:

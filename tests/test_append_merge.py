@@ -6,50 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import BF16, FP16, FP32, I64, KV_STORAGE, Case, storage_of
+from inputs import BF16, FP16, FP32, I64, KV_STORAGE, Case, append_in_loops, new_tokens, storage_of
 from tolerance import assert_matches
 
 from octavo import PagedBatch
 from octavo.bench.verify import LOG2_ROUNDING
-from octavo.reference import merge_reference, page_ids, reference, sequence_lengths
+from octavo.reference import merge_reference, reference
 
 # append
-
-
-def copied(k, v):
-    """The same views of a copy of the whole memory, which k and v may share."""
-    memory = storage_of(k).clone()
-    shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    others = memory if shared else storage_of(v).clone()
-    return (m.as_strided(x.shape, x.stride(), x.storage_offset()) for m, x in ((memory, k), (others, v)))
-
-
-def new_tokens(problem, seed=5):
-    """Keys and values for each row of q; those of padding rows are NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    spec, rows = problem.spec, problem.q.shape[0]
-    used = int(problem.batch.qo_indptr[-1])
-    made = []
-    for dim in (spec.head_dim, spec.v_dim):
-        x = torch.randn(rows, spec.num_kv_heads, dim, generator=generator)
-        x[used:] = math.nan
-        made.append(x.to(problem.q))
-    return made
-
-
-def append_in_loops(problem, k, v):
-    """What append must leave in the caches' memory."""
-    batch, page_size = problem.batch.to("cpu"), problem.spec.page_size
-    k_cache, v_cache = copied(problem.kv.k_cache, problem.kv.v_cache)
-    row = 0
-    for sequence, (q_len, kv_len) in enumerate(zip(*sequence_lengths(batch, page_size), strict=True)):
-        ids = page_ids(batch, sequence, -(-kv_len // page_size)).tolist()
-        for position in range(kv_len - q_len, kv_len):
-            if position >= 0:
-                where = ids[position // page_size], position % page_size
-                k_cache[where], v_cache[where] = k[row], v[row]
-            row += 1
-    return k_cache, v_cache
 
 
 def check_append(backend, case):

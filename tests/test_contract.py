@@ -42,6 +42,19 @@ def test_pages_partly_full(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize(
+    "case", cases(page_size=(1, 3, 16, 33), dims=((64, 64), (40, 64), (64, 48)), causal=(True, False))
+)
+def test_consecutive_pages(backend, case):
+    """Pages that lie in a row, as a fresh cache gives them, may be read as one."""
+    check(backend, replace(case, scattered=False))
+
+
+@pytest.mark.parametrize("storage", KV_STORAGE)
+def test_consecutive_pages_of_any_storage(backend, storage):
+    check(backend, Case("storage", scattered=False, page_size=4, kv_storage=storage, heads=(6, 3)))
+
+
 @pytest.mark.parametrize("group", (1, 2, 3, 5, 7, 8, 9, 16, 64, 71))
 @pytest.mark.parametrize("kv_heads", (1, 3))
 @pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))

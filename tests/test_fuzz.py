@@ -7,10 +7,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from inputs import FP16, FP32, I32, I64, KV_STORAGE, Q_STORAGE, Case, Problem, build, without_poison
+from inputs import (
+    BAD_PAGE,
+    FP16,
+    FP32,
+    I32,
+    I64,
+    KV_STORAGE,
+    Q_STORAGE,
+    Case,
+    Problem,
+    build,
+    copied,
+    new_tokens,
+    storage_of,
+    without_poison,
+    write_in_loops,
+)
 from targets import Target
 from tolerance import assert_matches
 
+import octavo
 from octavo import PagedBatch, PagedKV
 
 MESSAGE = re.compile(r".+: expected .+, got .+; fix: .+", re.DOTALL)
@@ -38,6 +55,7 @@ def cases(draw) -> Case:
         dense=draw(st.booleans()),
         index_dtypes=tuple(draw(st.lists(st.sampled_from((I32, I64)), min_size=4, max_size=4))),
         padding=draw(st.integers(0, 3)),
+        scattered=draw(st.booleans()),
         kv_storage=storage,
         q_storage=draw(st.sampled_from(sorted(Q_STORAGE))),
         sm_scale=draw(st.sampled_from((None, 0.0, -0.3, 0.125, 2.0))),
@@ -51,19 +69,19 @@ def cases(draw) -> Case:
 def index_tensors(p: Problem) -> dict[str, torch.Tensor]:
     b = p.batch
     table = {"kv_lens": b.kv_lens} if b.is_dense else {"kv_indptr": b.kv_indptr, "last_page_len": b.last_page_len}
-    return {"qo_indptr": b.qo_indptr, "page_table": b.page_table, **table}
+    return {n: x for n, x in {"qo_indptr": b.qo_indptr, "page_table": b.page_table, **table}.items() if x is not None}
 
 
 def rebuilt(p: Problem, **changes: torch.Tensor | None) -> Problem:
     t = {**index_tensors(p), **changes}
     if p.batch.is_dense:
         return p.with_(batch=PagedBatch.dense(t["qo_indptr"], t["page_table"], t["kv_lens"]))
-    return p.with_(batch=PagedBatch.csr(t["qo_indptr"], t["kv_indptr"], t["page_table"], t["last_page_len"]))
+    return p.with_(batch=PagedBatch.csr(t["qo_indptr"], t["kv_indptr"], t["page_table"], t.get("last_page_len")))
 
 
 def index_value(p: Problem, pick: int) -> Problem:
     """One entry of one index tensor becomes something else."""
-    named = [(n, x) for n, x in index_tensors(p).items() if x is not None and x.numel()]
+    named = [(n, x) for n, x in index_tensors(p).items() if x.numel()]
     name, x = named[pick % len(named)]
     x = x.clone()
     values = (-1, 0, 1, 2, 3, 7, 2**31 - 1)
@@ -153,7 +171,8 @@ FAULTS = (
     without_last_page_len,
     another_device,
 )
-faults = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 10**6)), max_size=2)
+one_fault = st.tuples(st.sampled_from(FAULTS), st.integers(0, 10**6))
+faults = st.lists(one_fault, min_size=1, max_size=2, unique_by=lambda fault: fault[0].__name__)
 
 
 def adapted(problem: Problem) -> Problem:
@@ -187,11 +206,52 @@ def examples(target: Target) -> int:
 
 
 @pytest.mark.parametrize("valid", (True, False), ids=("valid", "faulty"))
-def test_reject_or_correct(backend, valid):
+def test_attention_rejects_or_is_correct(backend, valid):
     @settings(max_examples=examples(backend), suppress_health_check=list(HealthCheck))
     @given(case=cases(), wrong=st.just([]) if valid else faults)
     def run(case, wrong):
         assume(sum(case.qo_lens) or not valid)
         reject_or_correct(backend, case, wrong)
+
+    run()
+
+
+def repeats_a_page(batch: PagedBatch) -> bool:
+    """Then two tokens may have one place, and either may be there in the end."""
+    if batch.device.type == "meta":
+        return False
+    ids = batch.page_table[batch.page_table != BAD_PAGE]
+    return ids.unique().numel() < ids.numel()
+
+
+def append_rejects_or_is_correct(target: Target, case: Case, wrong: list) -> None:
+    problem = build(case, target.device)
+    k, v = new_tokens(problem)
+    overlapping = case.kv_storage == "shared heads" and case.heads[1] > 1
+    try:
+        for fault, pick in wrong:
+            problem = fault(problem, pick)
+        assume(not repeats_a_page(problem.batch) or not wrong)
+        kv = problem.kv
+        expected = list(copied(kv.k_cache, kv.v_cache)) if kv.v_cache.device.type != "meta" else []
+        octavo.append(k, v, kv, problem.batch, validate=True)
+    except (ValueError, TypeError) as error:
+        assert MESSAGE.fullmatch(str(error)), f"no fix in the message: {error}"
+        assert wrong or overlapping, f"valid input was rejected: {error}"
+        return
+    write_in_loops(problem.batch.to("cpu"), k, v, *expected)
+    for got, want in zip((kv.k_cache, kv.v_cache), expected, strict=True):
+        torch.testing.assert_close(storage_of(got), storage_of(want), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("valid", (True, False), ids=("valid", "faulty"))
+def test_append_rejects_or_is_correct(backend, valid):
+    if backend.interpreted:
+        pytest.skip("the public append chooses the CPU backend here")
+
+    @settings(max_examples=examples(backend), suppress_health_check=list(HealthCheck))
+    @given(case=cases(), wrong=st.just([]) if valid else faults)
+    def run(case, wrong):
+        append_rejects_or_is_correct(backend, case, wrong)
 
     run()
