@@ -112,7 +112,7 @@ def _plan(spec: AttentionSpec, dense: bool) -> KernelBuild:
 
     signature: Signature = dict.fromkeys(("plan", "qo_indptr", "kv_ptr"), "*i32")
     signature |= {"last_page_len": None if dense else "*i32", "table_stride": "i32"}
-    signature |= dict.fromkeys(("entries", "num_tokens", "num_sequences"), "i32")
+    signature |= dict.fromkeys(("entries", "num_tokens", "num_sequences", "capacity"), "i32")
     name = f"plan {'dense' if dense else 'csr'}"
     return _build(name, plan_kernel, signature, launchers.plan_constants(spec, 128, dense))
 

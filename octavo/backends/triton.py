@@ -50,7 +50,7 @@ class TritonBackend:
         writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
         table = _table(batch)
         key = (spec, block_m, plan.device, *(None if x is None else x.dtype for x in table[:3]), batch.is_dense)
-        arguments = (plan, *table, num_tokens, batch.num_sequences)
+        arguments = (plan, *table, num_tokens, batch.num_sequences, items)
         with on_device_of(plan):
             PLAN((programs, writers, 1), key, arguments, plan_constants(spec, block_m, batch.is_dense))
 

@@ -103,9 +103,9 @@ def store_item(item, mask, shape, place, sequence, GROUP: tl.constexpr, CAUSAL: 
     tl.store(item + ROW_COUNT, row_count, mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "entries", "num_tokens", "num_sequences"],
+@triton.jit(do_not_specialize=["table_stride", "entries", "num_tokens", "num_sequences", "capacity"],
             do_not_specialize_on_alignment=["qo_indptr", "kv_ptr", "last_page_len"])  # fmt: skip
-def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences,
+def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences, capacity,
                 GROUP: tl.constexpr, HKV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
                 CAUSAL: tl.constexpr, DENSE: tl.constexpr, DEAD_TILES: tl.constexpr, L2_KEYS: tl.constexpr,
                 OWN: tl.constexpr, OTHERS: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
@@ -127,8 +127,8 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
         before = longer | (equal & (other[None, :] < own[:, None]))
         place += tl.sum(tl.where(before, items[None, :], 0), 1)
         total = tl.minimum(total + tl.sum(items, 0), 1 << 30)
-    # More than schedule.max_items only where offsets fall: then there is no room, and nothing is planned.
-    fits = total <= (num_tokens * GROUP // BLOCK_M + tl.minimum(num_tokens, num_sequences + 1)) * HKV
+    # More than the plan has room for only where offsets fall: then nothing is planned.
+    fits = total <= capacity
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(plan + NUM_ITEMS, tl.where(fits, total, 0))
     if not fits:
