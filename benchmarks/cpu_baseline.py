@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import octavo
+from octavo.bench.summary import geometric_mean
 from octavo.bench.workloads import Inputs, Workload, make_inputs, read_jsonl
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,7 +63,7 @@ def compare(workloads: list[Workload], dtype: torch.dtype, rounds: int) -> float
             f"{sum(workload.kv_lens):7} keys  {fast:8.2f} ms  baseline {slow:8.2f} ms  {ratios[-1]:5.2f}x  "
             f"differ by {error:.1e}"
         )
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return geometric_mean(ratios)
 
 
 def main() -> None:

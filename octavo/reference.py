@@ -71,12 +71,17 @@ def reference(
             k = gather_pages(k_cache, ids, kv_len).cpu().double()
             v = gather_pages(v_cache, ids, kv_len).cpu().double()
             for i, token in mine:
-                seen = min(max(token + kv_len - q_len + 1, 0), kv_len) if spec.causal else kv_len
+                seen = seen_keys(spec, q_len, kv_len, token)
                 if seen:
                     row = q[start + token].cpu().double()
                     out[i], lse[i] = attend_row(row, k[:seen], v[:seen], scale)
         start += q_len
     return out, lse
+
+
+def seen_keys(spec: AttentionSpec, q_len: int, kv_len: int, token: int) -> int:
+    """Keys that a query token sees, bottom-right aligned where causal."""
+    return min(max(token + kv_len - q_len + 1, 0), kv_len) if spec.causal else kv_len
 
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

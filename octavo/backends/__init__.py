@@ -7,6 +7,7 @@ from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall, Backend
 from octavo.backends.cpu import CpuBackend
 from octavo.backends.triton import TritonBackend
+from octavo.errors import fail
 from octavo.problem import Arch, AttentionSpec
 
 BACKENDS: tuple[Backend, ...] = (CpuBackend(), TritonBackend())
@@ -28,7 +29,7 @@ def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None)
     """
     names = [b.name for b in BACKENDS]
     if override and override not in names:
-        raise ValueError(f"backend: expected one of {names}, got {override!r}; fix: leave it out to let octavo choose")
+        fail("backend", f"one of {names}", repr(override), "leave it out to let octavo choose")
     chosen, rejected = None, []
     for backend in BACKENDS:
         reason = backend.reject(spec, arch)

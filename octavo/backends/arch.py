@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from octavo.errors import input_error
 from octavo.problem import Arch
 
 
@@ -26,4 +27,4 @@ def arch_of(device: torch.device) -> Arch:
         return _gpu(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "cpu":
         return Arch("interpreter" if interpreting() else "cpu")
-    raise ValueError(f"device: expected cpu or cuda tensors, got {device}; fix: move them to one of these")
+    raise input_error("device", "cpu or cuda tensors", device, "move them to one of these")

@@ -7,6 +7,7 @@ import torch
 from octavo.backends import cpu_attention
 from octavo.backends.base import AttentionCall
 from octavo.backends.cpu_pages import sequences_of
+from octavo.errors import fail
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
@@ -46,7 +47,7 @@ class CpuBackend:
         row, page, slot = torch.cat(rows), torch.cat(pages), torch.cat(slots)
         if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < k_cache.shape[0]:
             got = f"{int(page.min())} to {int(page.max())}"
-            raise ValueError(f"page ids: expected 0 to {k_cache.shape[0] - 1}, got {got}; fix: ids index the cache")
+            fail("page ids", f"0 to {k_cache.shape[0] - 1}", got, "ids index the cache")
         k_cache[page, slot] = k[row]
         v_cache[page, slot] = v[row]
 

@@ -14,6 +14,7 @@ import torch
 
 from octavo.backends.base import AttentionCall
 from octavo.backends.cpu_pages import KEY_MULTIPLE, PageReader, SequencePages, sequences_of
+from octavo.errors import fail
 from octavo.shapes import Tensor
 
 TILE_ROWS = 704
@@ -32,7 +33,7 @@ def attend(call: AttentionCall) -> None:
     sequences = sequences_of(call.batch, call.spec.page_size)
     end = sequences[-1].start + sequences[-1].q_len if sequences else 0
     if end > call.q.shape[0]:
-        raise ValueError(f"qo_indptr: expected at most {call.q.shape[0]} (rows of q) last, got {end}; fix: pad q")
+        fail("qo_indptr", f"at most {call.q.shape[0]} (rows of q) last", end, "pad q")
     tiles = _Tiles(call, sequences)
     for sequence in sequences:
         tiles.attend(sequence)

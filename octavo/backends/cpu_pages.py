@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from octavo.errors import fail
 from octavo.problem import PagedBatch
 from octavo.shapes import Tensor
 
@@ -42,7 +43,7 @@ def sequences_of(batch: PagedBatch, page_size: int) -> list[SequencePages]:
     else:
         kv_lens, tables = _csr_tables(batch, page_size)
     if min(qo) < 0 or min([*q_lens, *kv_lens], default=0) < 0:
-        raise ValueError("batch: expected offsets that never fall, got a negative length; fix: use cumulative sums")
+        fail("batch", "offsets that never fall", "a negative length", "use cumulative sums")
     found = []
     for start, q_len, kv_len, table in zip(qo, q_lens, kv_lens, tables, strict=False):
         num_pages = -(-kv_len // page_size)

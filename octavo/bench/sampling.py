@@ -4,9 +4,8 @@ import random
 from collections.abc import Iterator
 from itertools import accumulate
 
-from octavo.bench.verify import seen_keys
 from octavo.problem import AttentionSpec, PagedBatch
-from octavo.reference import sequence_lengths
+from octavo.reference import seen_keys, sequence_lengths
 
 TILE_ROWS = (16, 64, 128)
 TILE_KEYS = (64, 128)

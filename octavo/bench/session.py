@@ -14,6 +14,7 @@ from octavo.bench.problems import Problem
 from octavo.bench.results import Context, Record
 from octavo.bench.runner import PACKAGE_ROOT, Event, Settings, probe, run_case
 from octavo.bench.worker import PROTOCOL
+from octavo.errors import fail
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ def execute(options: Options, observer: Observer) -> Outcome:
 
 def _check(options: Options) -> None:
     if not options.problems:
-        raise ValueError("problems: expected at least one case, got none; fix: loosen --filter, or use --case")
+        fail("problems", "at least one case", "none", "loosen --filter, or use --case")
     unknown = set(options.only) - set(options.impls)
     if unknown:
-        raise ValueError(f"--only: expected names of implementations that run, got {sorted(unknown)}; fix: see --impl")
+        fail("--only", "names of implementations that run", sorted(unknown), "see --impl")
 
 
 def _dtype(options: Options) -> str:
@@ -160,9 +161,9 @@ def _other_revision(options: Options, ours: _Side, observer: Observer) -> Iterat
     assert ref is not None
     revision = results.git(PACKAGE_ROOT, "rev-parse", "--short=12", "--verify", f"{ref}^{{commit}}")
     if revision is None:
-        raise ValueError(f"--compare: expected a revision of the checkout at {PACKAGE_ROOT}, got {ref!r}; fix: git log")
+        fail("--compare", f"a revision of the checkout at {PACKAGE_ROOT}", repr(ref), "git log")
     if results.git(PACKAGE_ROOT, "cat-file", "-e", f"{revision}:octavo/bench/worker.py") is None:
-        raise ValueError(f"--compare: expected a revision with octavo/bench/worker.py, got {ref!r}; fix: a later one")
+        fail("--compare", "a revision with octavo/bench/worker.py", repr(ref), "a later one")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "octavo-at-revision"
         if results.git(PACKAGE_ROOT, "worktree", "add", "--detach", str(root), revision) is None:

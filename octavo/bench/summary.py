@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.bench.implementations import DEFAULT, UNPAGED
 from octavo.bench.results import Record
+from octavo.errors import fail
 
 OURS = "octavo"
 ORDER = (*DEFAULT["cuda"], "sdpa-gather")
@@ -87,7 +88,7 @@ def summarize(records: Iterable[Record]) -> Summary:
     """Arrange the records of one run. Raises ValueError when there are none."""
     records = list(records)
     if not records:
-        raise ValueError("results: expected at least one record, got none; fix: run `octavo bench` first")
+        fail("results", "at least one record", "none", "run `octavo bench` first")
     latest = records[0]["commit"]
     cases: dict[str, Case] = {}
     labels: dict[str, tuple[int, str]] = {}

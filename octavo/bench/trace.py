@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo.bench.workloads import Inputs, Workload
+from octavo.errors import fail, input_error
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.reference import sequence_lengths
@@ -21,10 +22,6 @@ from octavo.validation import check_values
 
 OP_TYPES = ("gqa_paged", "gqa_ragged")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def _fail(where: object, expected: str, got: object, fix: str) -> ValueError:
-    return ValueError(f"{where}: expected {expected}, got {got}; fix: {fix}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +77,7 @@ def read_trace(root: str | Path) -> tuple[list[TraceBatch], list[str]]:
     """
     root = Path(root)
     if not is_trace(root):
-        raise _fail(root, "a folder with definitions/ and workloads/", "something else", "pass the trace's root folder")
+        fail(root, "a folder with definitions/ and workloads/", "something else", "pass the trace's root folder")
     batches: list[TraceBatch] = []
     skipped = []
     for path in sorted((root / "definitions").glob("*/*.json")):
@@ -94,13 +91,13 @@ def read_trace(root: str | Path) -> tuple[list[TraceBatch], list[str]]:
                 batches += _read_workloads(root, definition, path, lines)
             except (AttributeError, KeyError) as error:
                 got = f"{type(error).__name__}: {error}"
-                raise _fail(
+                raise input_error(
                     lines, "objects as in the FlashInfer-Trace schema", got, "compare axes and inputs"
                 ) from error
     if not batches:
         wanted = " or ".join(OP_TYPES)
         got = f"none (skipped {len(skipped)} other definitions)"
-        raise _fail(root, f"workloads of a definition with op_type {wanted}", got, "see workloads/<op>/<name>.jsonl")
+        fail(root, f"workloads of a definition with op_type {wanted}", got, "see workloads/<op>/<name>.jsonl")
     return batches, skipped
 
 
@@ -108,9 +105,9 @@ def _parse(text: str, where: object) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise _fail(where, "JSON", error, "each file holds one object, each line of a .jsonl too") from error
+        raise input_error(where, "JSON", error, "each file holds one object, each line of a .jsonl too") from error
     if not isinstance(value, dict):
-        raise _fail(where, "a JSON object", type(value).__name__, "see the FlashInfer-Trace schema")
+        fail(where, "a JSON object", type(value).__name__, "see the FlashInfer-Trace schema")
     return value
 
 
@@ -130,7 +127,7 @@ def _spec_of(definition: Mapping[str, Any], where: Path) -> AttentionSpec:
     missing = [name for name in ("num_qo_heads", "num_kv_heads", "head_dim") if name not in const]
     if missing or dtype not in _DTYPES:
         got = f"without {', '.join(missing)}" if missing else f"dtype {dtype}"
-        raise _fail(
+        raise input_error(
             where, "constant num_qo_heads, num_kv_heads, head_dim and a 16 or 32 bit float q", got, "correct it"
         )
     name = str(definition.get("name", where.stem))
@@ -205,7 +202,7 @@ class _Reader:
     def _axis(self, name: str) -> int:
         value = self.row.get("axes", {}).get(name)
         if not isinstance(value, int) or value < 0:
-            raise _fail(f"{self.where}: axes.{name}", "a count", value, "the workload must fix every variable axis")
+            fail(f"{self.where}: axes.{name}", "a count", value, "the workload must fix every variable axis")
         return value
 
     def _input(self, name: str) -> Mapping[str, Any]:
@@ -215,7 +212,7 @@ class _Reader:
     def _type(self, name: str) -> str:
         kind = self._input(name).get("type")
         if kind not in ("random", "scalar", "safetensors"):
-            raise _fail(f"{self.where}: inputs.{name}.type", "random, scalar or safetensors", repr(kind), "correct it")
+            fail(f"{self.where}: inputs.{name}.type", "random, scalar or safetensors", repr(kind), "correct it")
         return str(kind)
 
     def _file(self, name: str) -> tuple[Path, str]:
@@ -223,7 +220,7 @@ class _Reader:
         path = self.root / str(entry.get("path", ""))
         if not path.is_file():
             fix = "download the trace's blob folder beside definitions/"
-            raise _fail(f"{self.where}: inputs.{name}.path", "a safetensors file", f"no file {path}", fix)
+            fail(f"{self.where}: inputs.{name}.path", "a safetensors file", f"no file {path}", fix)
         return path, str(entry.get("tensor_key", name))
 
     def _index(self, name: str) -> Tensor | None:
@@ -235,7 +232,7 @@ class _Reader:
         if entry.get("type") != "scalar":
             return None
         if not isinstance(entry.get("value"), (int, float)):
-            raise _fail(f"{self.where}: inputs.sm_scale.value", "a number", entry.get("value"), "correct it")
+            fail(f"{self.where}: inputs.sm_scale.value", "a number", entry.get("value"), "correct it")
         return float(entry["value"])
 
 
@@ -249,10 +246,10 @@ def _load_tensor(
             tensor = file.get_tensor(key)
     except SafetensorError as error:
         fix = "download the file itself where a Git LFS pointer lies"
-        raise _fail(path, f"a safetensors file with {key!r}", error, fix) from error
+        raise input_error(path, f"a safetensors file with {key!r}", error, fix) from error
     if shape is not None and tensor.numel() == torch.Size(shape).numel():
         tensor = tensor.reshape(shape)
     if shape is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
         got = f"{list(tensor.shape)} {tensor.dtype}"
-        raise _fail(f"{path}: {key}", f"shape {list(shape)} {dtype}", got, "the file does not belong to the definition")
+        fail(f"{path}: {key}", f"shape {list(shape)} {dtype}", got, "the file does not belong to the definition")
     return tensor

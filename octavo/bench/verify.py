@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from octavo.kv_cache import PagedKV
 from octavo.problem import AttentionSpec, PagedBatch
-from octavo.reference import LOG2_E, gather_pages, page_ids, reference, sequence_lengths
+from octavo.reference import LOG2_E, gather_pages, page_ids, reference, seen_keys, sequence_lengths
 from octavo.shapes import LogSumExp, Output, Queries, Tensor
 
 PEER_FACTOR = 2.0
@@ -60,11 +60,6 @@ def locate_rows(spec: AttentionSpec, batch: PagedBatch, rows: Sequence[int]) -> 
         token = row - (int(ends[sequence]) - q_lens[sequence])
         located.append(_Row(row, sequence, token, seen_keys(spec, q_lens[sequence], kv_lens[sequence], token)))
     return located
-
-
-def seen_keys(spec: AttentionSpec, q_len: int, kv_len: int, token: int) -> int:
-    """Keys that a query token sees, bottom-right aligned where causal."""
-    return min(max(token + kv_len - q_len + 1, 0), kv_len) if spec.causal else kv_len
 
 
 def verify_rows(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,16 +18,14 @@ from octavo.bench.summary import summarize
 from octavo.bench.table import broken, closing_lines, results_table
 from octavo.bench.workloads import read_jsonl
 from octavo.cli.options import console, parse_device, parse_dtype, usage_error, usage_errors
+from octavo.cli.options import option as _option
+from octavo.errors import fail
 from octavo.problem import AttentionSpec
 
 _PROBLEMS = "What to measure"
 _WHO = "Who takes part"
 _HOW = "How to measure"
 _WHERE = "Where results go"
-
-
-def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 _SETS = ", ".join(problems.SETS)
@@ -127,7 +125,7 @@ class _Choice:
     def problems(self, spec: AttentionSpec) -> list[Problem]:
         unknown = set(self.sets) - set(problems.SETS)
         if unknown:
-            raise ValueError(f"--set: expected some of {_SETS}, got {sorted(unknown)}; fix: see --help")
+            fail("--set", f"some of {_SETS}", sorted(unknown), "see --help")
         sets = self.sets or ([] if self.cases or self.workloads else ["rows"])
         found = problems.named(self.cases, spec)
         for name in sets:
@@ -151,7 +149,7 @@ def _pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
     for value in values or []:
         name, sign, rest = value.partition("=")
         if not (sign and name and rest):
-            raise ValueError(f"{option}: expected NAME=VALUE, got {value!r}; fix: seed=FILE.py or seed=^1x, say")
+            fail(option, "NAME=VALUE", repr(value), "seed=FILE.py or seed=^1x, say")
         pairs[name] = rest
     return pairs
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from octavo.cli.contract import Case, cases
 from octavo.cli.options import console, usage_errors
 from octavo.cli.targets import Skip, Target, targets
+from octavo.errors import fail
 
 Backend = Annotated[str | None, typer.Option(help="Only this backend; all that can run here if left out.")]
 Only = Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name holds this.", show_default=False)]
@@ -27,7 +28,7 @@ def check(backend: Backend = None, only: Only = "") -> None:
     with usage_errors():
         chosen = [case for case in cases() if only in case.name]
         if not chosen:
-            raise ValueError(f"--only: expected part of a case's name, got {only!r}; fix: leave it out to see all")
+            fail("--only", "part of a case's name", repr(only), "leave it out to see all")
         held = targets(backend)
     findings = _check_all(chosen, held)
     broken = _report(chosen, held, findings)

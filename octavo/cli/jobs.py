@@ -9,6 +9,7 @@ import torch
 
 from octavo.bench.trace import TraceBatch, is_trace, read_trace
 from octavo.bench.workloads import Inputs, Workload, make_inputs, read_jsonl, sample
+from octavo.errors import fail
 from octavo.problem import AttentionSpec
 
 CPU_SAMPLE_PAIRS = 200_000
@@ -74,7 +75,7 @@ def load_jobs(files: Sequence[Path], options: JobOptions) -> tuple[list[Job], li
         else:
             workloads = read_jsonl(path)
             if not workloads:
-                raise ValueError(f"{path}: expected at least one batch, got none; fix: one JSON object a line")
+                fail(path, "at least one batch", "none", "one JSON object a line")
             jobs += _workload_jobs(workloads, options, from_sample=False)
     return jobs, remarks
 

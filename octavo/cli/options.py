@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
+
+from octavo.errors import fail
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -46,10 +48,15 @@ def usage_errors() -> Iterator[None]:
         usage_error(str(error))
 
 
+def option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    """A command-line option in a panel of --help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """The torch dtype of an option value."""
     if name not in DTYPES:
-        raise ValueError(f"--dtype: expected one of bf16, fp16, fp32, got {name!r}; fix: choose one of these")
+        fail("--dtype", "one of bf16, fp16, fp32", repr(name), "choose one of these")
     return DTYPES[name]
 
 
@@ -59,7 +66,7 @@ def parse_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}; fix: choose one of these")
+        fail("--device", "auto, cpu, cuda or cuda:N", repr(name), "choose one of these")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,8 +1,9 @@
 """`octavo run`: real serving batches through paged attention, timed and verified."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -13,15 +14,13 @@ from rich.table import Table
 from octavo.backends import arch_of, resolve
 from octavo.cli.execute import Executor, Result
 from octavo.cli.jobs import Job, JobOptions, load_jobs
-from octavo.cli.options import console, parse_device, parse_dtype, usage_error, usage_errors
+from octavo.cli.options import console, option, parse_device, parse_dtype, usage_error, usage_errors
 
 _SHAPE = "The problem"
 _HOW = "How to run it"
 
 
-def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **{"show_default": False, **more})
-
+_option = functools.partial(option, show_default=False)
 
 _FILES = "JSON lines of {qo_lens, kv_lens}, or FlashInfer-Trace folders; the sample of real batches if left out."
 Files = Annotated[list[Path] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)]

@@ -9,6 +9,7 @@ from octavo.api import attend
 from octavo.backends import BACKENDS, arch_of, resolve
 from octavo.bench.verify import verify_rows
 from octavo.bench.workloads import Inputs, Workload, make_inputs
+from octavo.errors import fail
 from octavo.problem import AttentionSpec
 from octavo.reference import page_ids
 from octavo.shapes import Tensor
@@ -63,12 +64,12 @@ def targets(backend: str | None = None) -> list[Target]:
     found = [Target(b.name, d) for d in devices for b in BACKENDS if b.reject(None, arch_of(d)) is None]
     names = [b.name for b in BACKENDS]
     if backend is not None and backend not in names:
-        raise ValueError(f"--backend: expected one of {', '.join(names)}, got {backend!r}; fix: see `octavo info`")
+        fail("--backend", f"one of {', '.join(names)}", repr(backend), "see `octavo info`")
     chosen = [t for t in found if backend in (None, t.backend)]
     if not chosen:
         reasons = {b.reject(None, arch_of(d)) for d in devices for b in BACKENDS if b.name == backend}
         why = "; ".join(sorted(r for r in reasons if r))
-        raise ValueError(f"--backend: expected one that can run here, got {backend!r} ({why}); fix: see `octavo info`")
+        fail("--backend", "one that can run here", f"{backend!r} ({why})", "see `octavo info`")
     return chosen
 
 

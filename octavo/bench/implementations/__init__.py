@@ -8,6 +8,7 @@ from pathlib import Path
 
 from octavo.bench.implementations import gathered, ours, peers
 from octavo.bench.implementations.base import Implementation, Prepared, Result, Unsupported
+from octavo.errors import fail
 
 RECORDED = ("octavo", "octavo-triton", *peers.NAMES, "sdpa-cudnn", "sdpa-flash", "sdpa-gather", "seed")
 """Names that go into a results file."""
@@ -78,7 +79,7 @@ def _load_file(name: str, path: str) -> Implementation:
 def _call_make(make: Callable[..., Prepared], inputs: object) -> Prepared:
     prepared = make(inputs)
     if not isinstance(prepared, Prepared):
-        raise TypeError(f"make: expected a Prepared, got {type(prepared).__name__}; fix: see docs/benchmarks.md")
+        fail("make", "a Prepared", type(prepared).__name__, "see docs/benchmarks.md", TypeError)
     return prepared
 
 
