@@ -80,7 +80,7 @@ def attend(
     """`run` over canonical values: any cache layout (`PagedKV`), any page table form (`PagedBatch`)."""
     spec = spec_of(q, kv, causal)
     check_call(spec, q, kv, batch)
-    if q.device.type == "cpu" and torch.cuda.is_available() and backend in (None, "triton"):
+    if q.device.type == "cpu" and torch.cuda.is_available() and backend != "cpu":
         return _attend_on_gpu(q, kv, batch, sm_scale=sm_scale, causal=causal, backend=backend)
     scale, scale_tensor = check_scale(sm_scale, spec.default_scale, q.device)
     if _reads_values(q, validate):

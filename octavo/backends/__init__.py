@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall, Backend
 from octavo.backends.cpu import CpuBackend
+from octavo.backends.hopper import HopperBackend
 from octavo.backends.triton import TritonBackend
 from octavo.errors import fail
 from octavo.problem import Arch, AttentionSpec
 
-BACKENDS: tuple[Backend, ...] = (CpuBackend(), TritonBackend())
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), HopperBackend(), TritonBackend())
 """In order of preference; each rejects what it cannot serve."""
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from octavo.backends import hopper
 from octavo.backends import triton as launchers
+from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, rows_per_tile
 from octavo.problem import Arch, AttentionSpec
 
@@ -44,12 +46,24 @@ SPECS = (
     AttentionSpec(8, 4, 256, dtype=torch.float32),
 )
 
+HOPPER = 90
+HOPPER_FORMS = (
+    (AttentionSpec(32, 4, 128), RUNS_NEVER),
+    (AttentionSpec(32, 4, 128), RUNS_FLAT),
+    (AttentionSpec(32, 4, 128, page_size=64), RUNS_IN_PAGE),
+    (AttentionSpec(28, 4, 128, page_size=16, causal=False, dtype=torch.float16), RUNS_FLAT),
+    (AttentionSpec(9, 3, 64), RUNS_FLAT),
+    (AttentionSpec(8, 1, 256, page_size=64), RUNS_FLAT),
+)
+
 
 def builds(sm: int) -> list[KernelBuild]:
     """All builds for compute capability `sm` (90 for sm_90)."""
     arch = Arch("cuda", (sm // 10, sm % 10))
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
     found += [_plan(SPECS[0], dense=False), _plan(SPECS[1], dense=True)]
+    if sm == HOPPER:
+        found += [hopper_build(spec, runs) for spec, runs in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]
 
 
@@ -105,6 +119,20 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch) -> KernelBuild:
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )
+
+
+def hopper_build(spec: AttentionSpec, runs: int) -> KernelBuild:
+    from octavo.kernels.attention_hopper import attention_hopper_kernel as kernel
+
+    constants, options = hopper.attention_constants(spec, runs)
+    signature: Signature = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[spec.dtype])
+    signature |= {"lse": "*fp32", "plan": "*i32", "page_table": "*i32", "scale": None, "scale_log2": "fp32"}
+    signature |= {"tensor_maps": "*u8" if runs else "*i32"}
+    signature |= {n: "i32" for n in kernel.arg_names if n not in (*signature, *constants)}
+    expect = ("HGMMA", "LDGSTS", "UTMALDG") if runs else ("HGMMA", "LDGSTS")
+    where = ("scattered", "runs", "runs in a page")[runs]
+    name = f"hopper h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim} ps{spec.page_size} {where}"
+    return _build(name, kernel, signature, constants, options=options, expect=expect)
 
 
 def _plan(spec: AttentionSpec, dense: bool) -> KernelBuild:

@@ -67,6 +67,10 @@ class TritonBackend:
         if call.scale_tensor is None and call.sm_scale < 0:
             # The kernel takes a scale that it need not look at; -q is exact.
             call = call._replace(q=-call.q, sm_scale=-call.sm_scale)
+        self.attend_tiles(call, plan, block_m)
+
+    def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
+        """Attention over the work items of a plan whose tiles have block_m rows."""
         _launch_attention(call, plan, block_m)
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:

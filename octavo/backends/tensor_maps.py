@@ -1,0 +1,95 @@
+"""TMA descriptors of K/V caches, encoded by the CUDA driver and kept in device memory."""
+
+import ctypes
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from octavo.shapes import Tensor
+
+RUNS_NEVER, RUNS_FLAT, RUNS_IN_PAGE = 0, 1, 2
+"""Where rows that one box can hold lie: nowhere; anywhere in the cache, seen as one list of keys; within a page."""
+
+BOX_ROWS, BOX_COLUMNS = 32, 64  # a warp's share of a tile, and 128 bytes, the width of the swizzle
+MAP_BYTES, MAPS_AT_A_TIME, MAX_MAPS = 128, 2048, 1 << 16
+_DATA_TYPES = {torch.bfloat16: 9, torch.float16: 6}
+_SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
+
+
+def run_form(cache: Tensor) -> int:
+    """RUNS_* of one cache [pages, page_size, kv_heads, dim]."""
+    _, page_size, _, _ = cache.shape
+    page_stride, token_stride = cache.stride()[:2]
+    if page_size == 1 or page_stride == page_size * token_stride:
+        return RUNS_FLAT
+    return RUNS_IN_PAGE if page_size % BOX_ROWS == 0 else RUNS_NEVER
+
+
+class TensorMaps:
+    """Pairs of descriptors by what they describe. A descriptor is a pure function of its key, so none grows stale.
+
+    None is freed either: a captured graph may hold its address. 256 bytes a pair, MAX_MAPS pairs at most.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Tensor] = {}
+        self._room: dict[torch.device, list[Tensor]] = {}
+
+    def find(self, k_cache: Tensor, v_cache: Tensor, form: int) -> Tensor | None:
+        """Descriptors of K and V, 128 bytes each, ready on the current stream.
+
+        None where the driver refuses the layout, MAX_MAPS are in use, or a graph is being captured that would only
+        write the descriptors when it is replayed: run once before capturing.
+        """
+        device = k_cache.device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        key = (device, stream, form, *(y for x in (k_cache, v_cache) for y in (x.data_ptr(), x.shape, x.stride())))
+        found = self._known.get(key)
+        if found is None and len(self._known) < MAX_MAPS and not torch.cuda.is_current_stream_capturing():
+            encoded = [_encode(x, form) for x in (k_cache, v_cache)]
+            if None not in encoded:
+                found = self._known[key] = self._take(device)
+                words = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)  # type: ignore[arg-type]
+                found.copy_(words.pin_memory(), non_blocking=True)
+        return found
+
+    def _take(self, device: torch.device) -> Tensor:
+        room = self._room.setdefault(device, [])
+        if not room:
+            room += torch.empty(MAPS_AT_A_TIME, 2 * MAP_BYTES, dtype=torch.uint8, device=device).unbind()
+        return room.pop()
+
+
+def _encode(cache: Tensor, form: int) -> bytes | None:
+    """The driver's descriptor of boxes of 32 keys x 64 columns in a tensor (column, key, head, page)."""
+    pages, page_size, heads, dim = cache.shape
+    page_stride, token_stride, head_stride = cache.stride()[:3]
+    if page_size == 1:
+        token_stride = page_stride
+    flat = form == RUNS_FLAT
+    shape = (dim, pages * page_size if flat else page_size, heads, 1 if flat else pages)
+    strides = [2 * token_stride, 2 * (head_stride if heads > 1 else dim), 2 * page_stride]
+    raw = ctypes.create_string_buffer(MAP_BYTES + 64)
+    place = ctypes.c_void_p(-(-ctypes.addressof(raw) // 64) * 64)
+    failed = _driver().cuTensorMapEncodeTiled(
+        place,
+        _DATA_TYPES[cache.dtype],
+        4,
+        ctypes.c_void_p(cache.data_ptr()),
+        (ctypes.c_uint64 * 4)(*shape),
+        (ctypes.c_uint64 * 3)(*strides),
+        (ctypes.c_uint32 * 4)(BOX_COLUMNS, BOX_ROWS, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        0,
+        _SWIZZLE_128B,
+        _PROMOTE_TO_256B,
+        0,
+    )
+    return None if failed else ctypes.string_at(place, MAP_BYTES)
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

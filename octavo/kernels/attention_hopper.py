@@ -1,0 +1,395 @@
+"""Paged attention for sm_90: a persistent, warp-specialised kernel.
+
+A CTA is three warpgroups. Two attend: each owns 64 of an item's 128 rows. The third loads: its warps 0 and 1 bring work
+items, Q and K, its warps 2 and 3 bring V. They meet at rings of buffers in shared memory, and nowhere else.
+"""
+
+from octavo.kernels import hopper_ptx as ptx
+from octavo.kernels.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from octavo.kernels.hopper_program import (
+    ATTENDING_WARPS,
+    BLOCK_M,
+    FULL_END,
+    HEADER_WORDS,
+    ITEM_WORDS,
+    ITEMS_TAKEN,
+    KEY_BEGIN,
+    KEY_END,
+    KV_HEAD,
+    KV_LEN,
+    LAZY_BITS,
+    LINE,
+    LOADING_THREADS,
+    NUM_ITEMS,
+    Q_LEN,
+    Q_START,
+    ROW_BEGIN,
+    ROW_COUNT,
+    ROWS,
+    RUNS_IN_PAGE,
+    RUNS_NEVER,
+    THERE,
+    TINY_SCALE,
+    UNIT,
+    WARPGROUPS,
+    WARPS,
+    Cache,
+    Config,
+    Program,
+)
+
+# Loading
+
+
+@gluon.jit
+def publish_item(p, n, index, num_items, enabled):
+    """An enabled warp: bring item `index`, or word that none is left, to the CTA as its n-th."""
+    word = ptx.lane() % ITEM_WORDS
+    there = index < num_items
+    value = gl.load(p.plan + (HEADER_WORDS + index.to(gl.int64) * ITEM_WORDS + word), mask=there, other=0)
+    value = gl.where(word == THERE, there.to(gl.int32), value)
+    p.items.acquire(n)
+    ptx.store_words_and_arrive(p.config.WORDS, p.item(n).offset + 4 * word, value, p.items.FULL, 8 * p.items.stage(n),
+                               enabled)  # fmt: skip
+
+
+@gluon.jit
+def load_queries(p, item, n, thread):
+    C = p.config
+    if item.num_blocks(C) > 0:
+        for half in gl.static_range(WARPGROUPS):
+            row = item.word(ROW_BEGIN) + half * ROWS + thread
+            # Rows past the sequence's last repeat its last token; they are never stored.
+            token = item.word(Q_START) + gl.minimum(row // C.GROUP, item.word(Q_LEN) - 1)
+            head = item.word(KV_HEAD) * C.GROUP + row % C.GROUP
+            unit = gl.minimum(token, p.num_tokens - 1) * p.q_token_stride + head * p.q_head_stride
+            to = p.items.stage(n) * (WARPGROUPS * C.Q_TILE_BYTES) + (thread & ptx.WARP) * ptx.SWIZZLE_BYTES
+            ptx.gather_rows(unit, p.q.to(gl.int64), half * C.Q_TILE_BYTES, to, C.D // 64, ROWS * ptx.SWIZZLE_BYTES)
+    p.queries.fill_when_copied(n)
+
+
+@gluon.jit
+def cache_row(p, table, key, begin, end):
+    """Row of the caches that holds a key: page id * page_size + place in the page. None is read before begin.
+
+    Keys past the last repeat it: what lies there must not be read, since 0 * NaN is NaN. A bad page id is clamped.
+    """
+    PAGE_SIZE: gl.constexpr = p.config.PAGE_SIZE
+    safe = gl.minimum(key, end - 1)
+    page = gl.load(table + safe // PAGE_SIZE, mask=key >= begin, other=0)
+    page = gl.minimum(gl.maximum(page, 0), p.num_pages - 1).to(gl.int32)
+    return page * PAGE_SIZE + safe % PAGE_SIZE
+
+
+@gluon.jit
+def load_rows(p, cache, ring, count, base, head, row, PLACE: gl.constexpr, offset):
+    """A warp's 32 rows of a tile: by TMA where they run consecutively in memory, gathered one by one elsewhere."""
+    C = p.config
+    BLOCKS: gl.constexpr = C.D // 64
+    BLOCK_BYTES: gl.constexpr = C.BLOCK_N * ptx.SWIZZLE_BYTES
+    if C.RUNS == RUNS_NEVER:
+        ptx.gather_rows(cache.unit(row, C), base, PLACE, offset, BLOCKS, BLOCK_BYTES)
+        ring.fill_when_copied(count)
+    elif ptx.consecutive(row) != 0:
+        first, page = row, 0
+        if C.RUNS == RUNS_IN_PAGE:
+            first, page = row % C.PAGE_SIZE, row // C.PAGE_SIZE
+        ptx.load_box(cache.tensor_map, first, head, page, PLACE, offset, ring.FULL, 8 * ring.stage(count), BLOCKS,
+                     BLOCK_BYTES)  # fmt: skip
+    else:
+        ptx.gather_rows(cache.unit(row, C), base, PLACE, offset, BLOCKS, BLOCK_BYTES)
+        ring.fill_when_copied(count)
+
+
+@gluon.jit
+def load_blocks(p, item, cache, ring, TILES: gl.constexpr, first, thread):
+    """K or V of an item's keys, last block first, into the ring from count `first` on. Returns the count after them.
+
+    64 threads bring 64 rows at once. Page ids are read one block ahead of the copies that need them.
+    """
+    C = p.config
+    num_blocks = item.num_blocks(C)
+    begin = item.word(KEY_BEGIN)
+    end = item.word(KEY_END)
+    head = item.word(KV_HEAD)
+    table = p.page_table + item.position()
+    base = cache.pointer + head.to(gl.int64) * cache.head_stride * 16
+    key = begin + (num_blocks - 1) * C.BLOCK_N + thread
+    upper = cache_row(p, table, key, begin, end)
+    lower = upper + 0
+    if C.BLOCK_N == 128:
+        lower = cache_row(p, table, key + 64, begin, end)
+    for block in range(num_blocks):
+        count = first + block
+        key -= C.BLOCK_N
+        next_upper = cache_row(p, table, key, begin, end)
+        next_lower = next_upper + 0
+        if C.BLOCK_N == 128:
+            next_lower = cache_row(p, table, key + 64, begin, end)
+        to = ring.stage(count) * C.KV_TILE_BYTES + (thread & ptx.WARP) * ptx.SWIZZLE_BYTES
+        ring.acquire(count)
+        load_rows(p, cache, ring, count, base, head, upper, TILES, to)
+        if C.BLOCK_N == 128:
+            load_rows(p, cache, ring, count, base, head, lower, TILES + 64 * ptx.SWIZZLE_BYTES, to)
+        upper = next_upper
+        lower = next_lower
+    return first + num_blocks
+
+
+@gluon.jit
+def load(p):
+    """The loading warpgroup."""
+    warp = ptx.warp() & 3
+    thread = (warp & 1) * ptx.WARP + ptx.lane()
+    num_items = gl.load(p.plan + NUM_ITEMS)
+    n = 0
+    count = 0
+    if warp < 2:
+        # Warp 0 draws items; warp 1 goes through the same motions, which branches less and lets the compiler see that
+        # both agree.
+        draws = (warp == 0).to(gl.int32)
+        publish_item(p, 0, gl.program_id(0), num_items, draws)
+        while p.has_item(n):
+            item = p.item(n)
+            load_queries(p, item, n, thread)
+            count = load_blocks(p, item, p.k_cache, p.keys, p.config.KEYS, count, thread)
+            p.items.release(n)
+            n += 1
+            # Each CTA that had an item draws until it draws one too many: num_items numbers in all.
+            number = ptx.take_number((p.plan + ITEMS_TAKEN).to(gl.int64), num_items - 1, draws)
+            publish_item(p, n, gl.num_programs(0) + number, num_items, draws)
+    else:
+        while p.has_item(n):
+            item = p.item(n)
+            count = load_blocks(p, item, p.v_cache, p.values, p.config.VALUES, count, thread)
+            p.items.release(n)
+            n += 1
+    ptx.finish_copies()
+
+
+# Attending
+
+
+@gluon.jit
+def online_softmax_step(s, m, scale, ROW: gl.constexpr):
+    """(p, alpha, m) for raw scores s: p = 2^(s * scale - m), alpha what earlier sums are multiplied with.
+
+    m moves only where the maximum has grown by more than LAZY_BITS; whatever m is, it cancels in out and in lse.
+    """
+    left, right = s.reshape([ROWS, 2, s.shape[1] // 2]).permute([0, 2, 1]).split()
+    top = gl.convert_layout(gl.max(gl.maximum(left, right), 1), ROW, assert_trivial=True)
+    grown = gl.maximum(m, top * scale)
+    m_new = gl.where(grown - m > LAZY_BITS, grown, m)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale - safe[:, None])
+    return p, gl.exp2(m - safe), m_new
+
+
+@gluon.jit
+def sum_in_thread(p):
+    """[ROWS, 4]: sums of what each of the four threads of a row holds, without a word between them."""
+    return gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def mask_keys(s, first_key, limit):
+    keys = first_key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    return gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def packed_rows(p, item, first, LAYOUT: gl.constexpr):
+    """(token in sequence, query head) of 64 rows of an item from its row `first` on."""
+    row = item.word(ROW_BEGIN) + first + gl.arange(0, ROWS, layout=LAYOUT)
+    return row // p.config.GROUP, item.word(KV_HEAD) * p.config.GROUP + row % p.config.GROUP
+
+
+@gluon.jit
+def store_lse(p, item, first, values, LAYOUT: gl.constexpr):
+    token, head = packed_rows(p, item, first, LAYOUT)
+    row = item.word(Q_START) + token
+    offset = row * p.lse_token_stride + head * p.lse_head_stride
+    gl.store(p.lse + offset, values, mask=(token < item.word(Q_LEN)) & (row < p.num_tokens))
+
+
+@gluon.jit
+def store_out(p, item, first, values, LAYOUT: gl.constexpr):
+    token, head = packed_rows(p, item, first, gl.SliceLayout(1, LAYOUT))
+    row = item.word(Q_START) + token
+    unit = row * p.out_token_stride + head * p.out_head_stride
+    offset = unit.to(gl.uint32).to(gl.int64) * UNIT
+    columns = gl.arange(0, p.config.D, layout=gl.SliceLayout(0, LAYOUT))
+    inside = (token < item.word(Q_LEN)) & (row < p.num_tokens)
+    gl.store(p.out + (offset[:, None] + columns[None, :]), values, mask=inside[:, None])
+
+
+@gluon.jit
+def negate(tile, LAYOUT: gl.constexpr):
+    """A negative scale would turn the running maximum into a minimum: negating Q is exact."""
+    tile.store(-tile.load(LAYOUT))
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
+def attend_block(p, q, count, is_last, weights, acc, m, l, scale, first_key, masked, limit, flag):
+    """Scores of key block `count` while the block before is being summed up. Returns (weights, acc, m, l)."""
+    C = p.config
+    ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
+    s = warpgroup_mma(q, p.key_tile(count).permute([1, 0]), gl.zeros([ROWS, C.BLOCK_N], gl.float32, C.S_LAYOUT),
+                      use_acc=False, is_async=True)  # fmt: skip
+    p.values.wait_full(count - 1)
+    if C.FENCE:
+        fence_async_shared()
+    acc = warpgroup_mma(weights, p.value_tile(count - 1), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p.keys.release(count)
+    if masked:
+        s = mask_keys(s, first_key, limit)
+    probabilities, alpha, m = online_softmax_step(s, m, scale, ROW)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    l += sum_in_thread(probabilities)
+    ptx.flag_if_not_one(alpha, C.FLAGS, flag)
+    # The branch keeps the compiler from moving the wait for P V above the softmax.
+    if not is_last:
+        p.keys.wait_full(count + 1)
+        if C.FENCE:
+            fence_async_shared()
+    rounded = gl.convert_layout(probabilities.to(C.dtype), weights.type.layout)
+    acc, weights, rounded, l, alpha = warpgroup_mma_wait(0, deps=[acc, weights, rounded, l, alpha])
+    p.values.release(count - 1)
+    if ptx.load_word(C.FLAGS, flag) != 0:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+    return rounded, acc, m, l
+
+
+@gluon.jit
+def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
+    """64 rows over an item's keys, the last block first. Returns the count of key blocks after them."""
+    C = p.config
+    ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    num_blocks = item.num_blocks(C)
+    begin = item.word(KEY_BEGIN)
+    num_full = gl.maximum(item.word(FULL_END) - begin, 0) // C.BLOCK_N
+    limit = gl.zeros([ROWS], gl.int32, ROW) + item.word(KEY_END)
+    if C.CAUSAL:
+        token, _ = packed_rows(p, item, WG * ROWS, ROW)
+        limit = gl.minimum(limit, token + (item.word(KV_LEN) - item.word(Q_LEN) + 1))
+    q = p.query_tile(n, WG)
+    p.queries.wait_full(n)
+    if is_negative:
+        negate(q, COPY)
+    fence_async_shared()
+
+    p.keys.wait_full(first)
+    if C.FENCE:
+        fence_async_shared()
+    s = warpgroup_mma(q, p.key_tile(first).permute([1, 0]), gl.zeros([ROWS, C.BLOCK_N], gl.float32, C.S_LAYOUT),
+                      use_acc=False, is_async=True)  # fmt: skip
+    s = warpgroup_mma_wait(0, deps=[s])
+    p.keys.release(first)
+    s = mask_keys(s, begin + (num_blocks - 1) * C.BLOCK_N, limit)
+    m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    probabilities, _, m = online_softmax_step(s, m, scale, ROW)
+    l = sum_in_thread(probabilities)
+    weights = gl.convert_layout(probabilities.to(C.dtype), gl.DotOperandLayout(0, C.O_LAYOUT, 2))
+    acc = gl.zeros([ROWS, C.D], gl.float32, C.O_LAYOUT)
+    if num_blocks > 1:
+        p.keys.wait_full(first + 1)
+    if C.FENCE:
+        fence_async_shared()
+    for step in range(1, num_blocks):
+        block = num_blocks - 1 - step
+        weights, acc, m, l = attend_block(p, q, first + step, block == 0, weights, acc, m, l, scale,
+                                          begin + block * C.BLOCK_N, block >= num_full, limit, flag)  # fmt: skip
+    last = first + num_blocks - 1
+    p.values.wait_full(last)
+    if C.FENCE:
+        fence_async_shared()
+    acc = warpgroup_mma(weights, p.value_tile(last), acc, is_async=True)
+    total = gl.convert_layout(gl.sum(l, 1), ROW)
+    empty = total == 0.0
+    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
+    lse = gl.where(empty, float("-inf"), m + gl.log2(gl.where(empty, 1.0, total)))
+    store_lse(p, item, WG * ROWS, lse, ROW)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    p.values.release(last)
+    result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+    # Through Q's place in shared memory, so that whole rows are written at once.
+    q.store(result.to(C.dtype))
+    store_out(p, item, WG * ROWS, q.load(COPY), COPY)
+    return first + num_blocks
+
+
+@gluon.jit
+def attend(p, WG: gl.constexpr):
+    """An attending warpgroup."""
+    C = p.config
+    ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    flag = 4 * ptx.warp()
+    is_negative = p.scale < 0
+    # The least scale keeps a masked score, -inf, from becoming NaN when the scale is 0.
+    scale = gl.maximum(gl.abs(p.scale), TINY_SCALE)
+    n = 0
+    count = 0
+    while p.has_item(n):
+        item = p.item(n)
+        if item.num_blocks(C) > 0:
+            count = attend_item(p, item, n, count, scale, is_negative, flag, WG)
+        else:
+            for tile in range(0, item.word(ROW_COUNT), BLOCK_M):
+                store_lse(p, item, tile + WG * ROWS, gl.full([ROWS], float("-inf"), gl.float32, ROW), ROW)
+                store_out(p, item, tile + WG * ROWS, gl.zeros([ROWS, C.D], C.dtype, COPY), COPY)
+        # All four warps are done with the item and with Q's place.
+        partition_barrier()
+        p.items.release(n)
+        n += 1
+
+
+_COUNTS = ("scale_log2 num_tokens num_pages q_token_stride q_head_stride k_page_stride k_token_stride k_head_stride "
+           "v_page_stride v_token_stride v_head_stride out_token_stride out_head_stride lse_token_stride "
+           "lse_head_stride")  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_COUNTS.split(), do_not_specialize_on_alignment=["plan", "page_table", "lse", "scale"])
+def attention_hopper_kernel(
+        q, k_cache, v_cache, out, lse, plan, page_table, scale, tensor_maps, scale_log2, num_tokens, num_pages,
+        q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
+        v_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
+        GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr,
+        BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
+        ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):  # fmt: skip
+    """Grid: any number of CTAs; each takes items until none is left. Strides of lse in elements, others in 16 bytes.
+
+    scale, a pointer, may be None; tensor_maps holds the TMA descriptors of K and of V (128 bytes each).
+    """
+    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, q.dtype.element_ty)
+    LINES: gl.constexpr = config.CONTROL // LINE + 1
+    arena = gl.allocate_shared_memory(gl.bfloat16, [LINES, LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if scale is not None:
+        scale_log2 *= gl.load(scale)
+    maps = tensor_maps.to(gl.int64)
+    p = Program(config, arena,
+                Cache(k_cache.to(gl.int64), k_page_stride, k_token_stride, k_head_stride, maps),
+                Cache(v_cache.to(gl.int64), v_page_stride, v_token_stride, v_head_stride, maps + 128),
+                q, out, lse, plan, page_table, scale_log2, num_tokens, num_pages, q_token_stride, q_head_stride,
+                out_token_stride, out_head_stride, lse_token_stride, lse_head_stride)  # fmt: skip
+    # Gluon's own barrier is not used; it shows in the PTX whether the arena starts where the primitives assume it.
+    mbarrier.init(arena.index(config.CONTROL // LINE)._reinterpret(gl.int64, [1], mbarrier.MBarrierLayout()), count=1)
+    p.items.initialize(1, WARPS)
+    p.queries.initialize(LOADING_THREADS, 1)
+    p.keys.initialize(BLOCK_N, ATTENDING_WARPS)
+    p.values.initialize(BLOCK_N, ATTENDING_WARPS)
+    partition_barrier()
+    gl.warp_specialize([(attend, (p, 0)), (attend, (p, 1)), (load, (p,))], [4, 4], [ATTEND_REGISTERS, LOAD_REGISTERS])
+    arena._keep_alive()

@@ -1,0 +1,27 @@
+"""Gluon under one set of names: what Triton 3.6 and later call differently."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.language import core
+
+aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+
+partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Synchronises the threads of one warp-specialised partition."""
+
+fence_async_shared = hopper.fence_async_shared
+mbarrier = hopper.mbarrier
+warpgroup_mma = hopper.warpgroup_mma
+warpgroup_mma_wait = hopper.warpgroup_mma_wait
+
+__all__ = [
+    "aggregate",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "partition_barrier",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
