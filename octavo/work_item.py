@@ -6,7 +6,8 @@ kv_head * group_size + r % group_size.
 """
 
 HEADER_WORDS = 16
-NUM_ITEMS = 0  # header word: items that follow
+NUM_ITEMS = 0  # header words: items that follow
+ITEMS_TAKEN = 8  # 0 before a kernel that draws items from it, and again after; away from what every program reads
 
 ITEM_WORDS = 16  # 64 bytes: an item is read from two 32-byte sectors
 Q_START = 0  # first token of the sequence

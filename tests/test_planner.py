@@ -93,6 +93,7 @@ def plan_on_device(spec, batch, num_tokens, block_m):
     words = backend.plan_words(spec, num_tokens, batch.num_sequences, block_m)
     plan = torch.full((words,), -1, dtype=torch.int32, device=batch.device)
     backend.plan(spec, batch, num_tokens, block_m, plan)
+    assert int(plan[work_item.ITEMS_TAKEN]) == 0
     return read_plan(plan)
 
 

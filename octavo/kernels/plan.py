@@ -12,6 +12,7 @@ from octavo.kernels.primitives import sequence_shape
 
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 NUM_ITEMS = tl.constexpr(layout.NUM_ITEMS)
+ITEMS_TAKEN = tl.constexpr(layout.ITEMS_TAKEN)
 ITEM_WORDS = tl.constexpr(layout.ITEM_WORDS)
 Q_START = tl.constexpr(layout.Q_START)
 Q_LEN = tl.constexpr(layout.Q_LEN)
@@ -131,6 +132,7 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
     fits = total <= capacity
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(plan + NUM_ITEMS, tl.where(fits, total, 0))
+        tl.store(plan + ITEMS_TAKEN, 0)
     if not fits:
         return
 
