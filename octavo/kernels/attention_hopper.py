@@ -178,25 +178,37 @@ def load(p):
 # Attending
 
 
-@gluon.jit
-def online_softmax_step(s, m, scale, ROW: gl.constexpr):
-    """(p, alpha, m) for raw scores s: p = 2^(s * scale - m), alpha what earlier sums are multiplied with.
-
-    m moves only where the maximum has grown by more than LAZY_BITS; whatever m is, it cancels in out and in lse.
-    """
-    left, right = s.reshape([ROWS, 2, s.shape[1] // 2]).permute([0, 2, 1]).split()
-    top = gl.convert_layout(gl.max(gl.maximum(left, right), 1), ROW, assert_trivial=True)
-    grown = gl.maximum(m, top * scale)
-    m_new = gl.where(grown - m > LAZY_BITS, grown, m)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale - safe[:, None])
-    return p, gl.exp2(m - safe), m_new
+# Running maxima m and sums l are [ROWS, 4]: a row's scores lie in four threads. m is the same in all of them, l is each
+# thread's own part, summed up at the end.
 
 
 @gluon.jit
-def sum_in_thread(p):
-    """[ROWS, 4]: sums of what each of the four threads of a row holds, without a word between them."""
-    return gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+def by_thread(s):
+    """[ROWS, keys] as [ROWS, keys / 8, 4 threads, 2]."""
+    return s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def top_scores(s):
+    """[ROWS, 4]: the largest of each thread's scores."""
+    return gl.max(gl.max(by_thread(s), 3), 1)
+
+
+@gluon.jit
+def raise_maximum(m, l, top, scale):
+    """(m, l, alpha) for the maximum of m and all scores; alpha = 2^(old m - new m) is what earlier sums lose."""
+    row_top = gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, m.type.layout), assert_trivial=True)
+    m_new = gl.maximum(m, row_top[:, None] * scale)
+    alpha = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
+    return m_new, l * alpha, alpha
+
+
+@gluon.jit
+def exponentials(s, m, l, scale):
+    """(2^(s scale - m), l with them added); m = -inf counts as 0."""
+    safe = gl.where(m == float("-inf"), 0.0, m)
+    p = gl.exp2(by_thread(s) * scale - safe[:, None, :, None])
+    return p.reshape(s.shape), l + gl.sum(gl.sum(p, 3), 1)
 
 
 @gluon.jit
@@ -206,15 +218,21 @@ def mask_keys(s, first_key, limit):
 
 
 @gluon.jit
-def packed_rows(p, item, first, LAYOUT: gl.constexpr):
-    """(token in sequence, query head) of 64 rows of an item from its row `first` on."""
-    row = item.word(ROW_BEGIN) + first + gl.arange(0, ROWS, layout=LAYOUT)
+def packed_rows(p, item, rows):
+    """(token in sequence, query head) of rows of an item."""
+    row = item.word(ROW_BEGIN) + rows
     return row // p.config.GROUP, item.word(KV_HEAD) * p.config.GROUP + row % p.config.GROUP
 
 
 @gluon.jit
-def store_lse(p, item, first, values, LAYOUT: gl.constexpr):
-    token, head = packed_rows(p, item, first, LAYOUT)
+def accumulator_rows(p):
+    """[ROWS], of a warpgroup's scores."""
+    return ptx.accumulator_rows(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, p.config.S_LAYOUT)))
+
+
+@gluon.jit
+def store_lse(p, item, first, values):
+    token, head = packed_rows(p, item, first + accumulator_rows(p))
     row = item.word(Q_START) + token
     offset = row * p.lse_token_stride + head * p.lse_head_stride
     gl.store(p.lse + offset, values, mask=(token < item.word(Q_LEN)) & (row < p.num_tokens))
@@ -222,7 +240,7 @@ def store_lse(p, item, first, values, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_out(p, item, first, values, LAYOUT: gl.constexpr):
-    token, head = packed_rows(p, item, first, gl.SliceLayout(1, LAYOUT))
+    token, head = packed_rows(p, item, first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
     row = item.word(Q_START) + token
     unit = row * p.out_token_stride + head * p.out_head_stride
     offset = unit.to(gl.uint32).to(gl.int64) * UNIT
@@ -240,40 +258,54 @@ def negate(tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def attend_block(p, q, count, is_last, weights, acc, m, l, scale, first_key, masked, limit, flag):
-    """Scores of key block `count` while the block before is being summed up. Returns (weights, acc, m, l)."""
+def score(p, q, count):
+    """Start Q K^T of key block `count`."""
     C = p.config
-    ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
-    s = warpgroup_mma(q, p.key_tile(count).permute([1, 0]), gl.zeros([ROWS, C.BLOCK_N], gl.float32, C.S_LAYOUT),
-                      use_acc=False, is_async=True)  # fmt: skip
+    zeros = gl.zeros([ROWS, C.BLOCK_N], gl.float32, C.S_LAYOUT)
+    return warpgroup_mma(q, p.key_tile(count).permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend_block(p, q, count, is_last, state, scale, first_key, limit, flag, MASKED: gl.constexpr):
+    """Scores of key block `count` while the block before is being summed up. Returns the new (weights, acc, m, l).
+
+    m is raised only where a score lies more than LAZY_BITS above it: whatever m is, it cancels in out and in lse. So
+    the four threads of a row need not exchange their maxima in most blocks.
+    """
+    C = p.config
+    weights, acc, m, l = state
+    s = score(p, q, count)
     p.values.wait_full(count - 1)
     if C.FENCE:
         fence_async_shared()
     acc = warpgroup_mma(weights, p.value_tile(count - 1), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p.keys.release(count)
-    if masked:
+    if MASKED:
         s = mask_keys(s, first_key, limit)
-    probabilities, alpha, m = online_softmax_step(s, m, scale, ROW)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-    l += sum_in_thread(probabilities)
-    ptx.flag_if_not_one(alpha, C.FLAGS, flag)
-    # The branch keeps the compiler from moving the wait for P V above the softmax.
+    top = top_scores(s)
+    ptx.flag_if_above(top * scale - m, LAZY_BITS, C.FLAGS, flag)
+    # The branch keeps the compiler from moving the wait for P V above the maxima.
     if not is_last:
         p.keys.wait_full(count + 1)
         if C.FENCE:
             fence_async_shared()
+    is_raised = ptx.load_word(C.FLAGS, flag) != 0
+    alpha = m + 0.0
+    if is_raised:
+        m, l, alpha = raise_maximum(m, l, top, scale)
+    probabilities, l = exponentials(s, m, l, scale)
     rounded = gl.convert_layout(probabilities.to(C.dtype), weights.type.layout)
     acc, weights, rounded, l, alpha = warpgroup_mma_wait(0, deps=[acc, weights, rounded, l, alpha])
     p.values.release(count - 1)
-    if ptx.load_word(C.FLAGS, flag) != 0:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+    if is_raised:
+        acc = acc * gl.convert_layout(gl.max(alpha, 1), gl.SliceLayout(1, C.O_LAYOUT))[:, None]
     return rounded, acc, m, l
 
 
 @gluon.jit
 def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
-    """64 rows over an item's keys, the last block first. Returns the count of key blocks after them."""
+    """64 rows over an item's keys, the last block first; `first` key blocks came before."""
     C = p.config
     ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
@@ -282,7 +314,7 @@ def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
     num_full = gl.maximum(item.word(FULL_END) - begin, 0) // C.BLOCK_N
     limit = gl.zeros([ROWS], gl.int32, ROW) + item.word(KEY_END)
     if C.CAUSAL:
-        token, _ = packed_rows(p, item, WG * ROWS, ROW)
+        token, _ = packed_rows(p, item, WG * ROWS + accumulator_rows(p))
         limit = gl.minimum(limit, token + (item.word(KV_LEN) - item.word(Q_LEN) + 1))
     q = p.query_tile(n, WG)
     p.queries.wait_full(n)
@@ -293,24 +325,28 @@ def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
     p.keys.wait_full(first)
     if C.FENCE:
         fence_async_shared()
-    s = warpgroup_mma(q, p.key_tile(first).permute([1, 0]), gl.zeros([ROWS, C.BLOCK_N], gl.float32, C.S_LAYOUT),
-                      use_acc=False, is_async=True)  # fmt: skip
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = warpgroup_mma_wait(0, deps=[score(p, q, first)])
     p.keys.release(first)
     s = mask_keys(s, begin + (num_blocks - 1) * C.BLOCK_N, limit)
-    m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    probabilities, _, m = online_softmax_step(s, m, scale, ROW)
-    l = sum_in_thread(probabilities)
+    L4: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(s).type.layout))
+    m = gl.full([ROWS, 4], float("-inf"), gl.float32, L4)
+    m, l, _ = raise_maximum(m, gl.zeros([ROWS, 4], gl.float32, L4), top_scores(s), scale)
+    probabilities, l = exponentials(s, m, l, scale)
     weights = gl.convert_layout(probabilities.to(C.dtype), gl.DotOperandLayout(0, C.O_LAYOUT, 2))
-    acc = gl.zeros([ROWS, C.D], gl.float32, C.O_LAYOUT)
+    state = (weights, gl.zeros([ROWS, C.D], gl.float32, C.O_LAYOUT), m, l)
     if num_blocks > 1:
         p.keys.wait_full(first + 1)
     if C.FENCE:
         fence_async_shared()
-    for step in range(1, num_blocks):
+    masked_end = gl.maximum(num_blocks - num_full, 1)
+    for step in range(1, masked_end):
         block = num_blocks - 1 - step
-        weights, acc, m, l = attend_block(p, q, first + step, block == 0, weights, acc, m, l, scale,
-                                          begin + block * C.BLOCK_N, block >= num_full, limit, flag)  # fmt: skip
+        state = attend_block(p, q, first + step, block == 0, state, scale,
+                             begin + block * C.BLOCK_N, limit, flag, True)  # fmt: skip
+    for step in range(masked_end, num_blocks):
+        state = attend_block(p, q, first + step, step + 1 == num_blocks, state, scale, 0, limit, flag,
+                             False)  # fmt: skip
+    weights, acc, m, l = state
     last = first + num_blocks - 1
     p.values.wait_full(last)
     if C.FENCE:
@@ -319,15 +355,15 @@ def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
     total = gl.convert_layout(gl.sum(l, 1), ROW)
     empty = total == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-    lse = gl.where(empty, float("-inf"), m + gl.log2(gl.where(empty, 1.0, total)))
-    store_lse(p, item, WG * ROWS, lse, ROW)
+    peak = gl.convert_layout(gl.max(m, 1), ROW)
+    lse = gl.where(empty, float("-inf"), peak + gl.log2(gl.where(empty, 1.0, total)))
+    store_lse(p, item, WG * ROWS, lse)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     p.values.release(last)
     result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
     # Through Q's place in shared memory, so that whole rows are written at once.
     q.store(result.to(C.dtype))
     store_out(p, item, WG * ROWS, q.load(COPY), COPY)
-    return first + num_blocks
 
 
 @gluon.jit
@@ -336,19 +372,21 @@ def attend(p, WG: gl.constexpr):
     C = p.config
     ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
-    flag = 4 * ptx.warp()
     is_negative = p.scale < 0
     # The least scale keeps a masked score, -inf, from becoming NaN when the scale is 0.
     scale = gl.maximum(gl.abs(p.scale), TINY_SCALE)
+    flag = 4 * ptx.warp()
     n = 0
     count = 0
     while p.has_item(n):
         item = p.item(n)
-        if item.num_blocks(C) > 0:
-            count = attend_item(p, item, n, count, scale, is_negative, flag, WG)
+        num_blocks = item.num_blocks(C)
+        if num_blocks > 0:
+            attend_item(p, item, n, count, scale, is_negative, flag, WG)
+            count += num_blocks
         else:
             for tile in range(0, item.word(ROW_COUNT), BLOCK_M):
-                store_lse(p, item, tile + WG * ROWS, gl.full([ROWS], float("-inf"), gl.float32, ROW), ROW)
+                store_lse(p, item, tile + WG * ROWS, gl.full([ROWS], float("-inf"), gl.float32, ROW))
                 store_out(p, item, tile + WG * ROWS, gl.zeros([ROWS, C.D], C.dtype, COPY), COPY)
         # All four warps are done with the item and with Q's place.
         partition_barrier()

@@ -46,6 +46,25 @@ def warp():
     return gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def accumulator_rows(zeros):
+    """The rows that a thread holds of a 64-row accumulator, for a tensor of zeros in that layout.
+
+    gl.arange would say the same, but LLVM keeps it in registers from the start of the kernel on, and spills.
+    """
+    text: gl.constexpr = """{
+        .reg .b32 thread, row;
+        mov.u32 thread, %tid.x;
+        shr.u32 row, thread, 1;
+        and.b32 row, row, 48;
+        shr.u32 thread, thread, 2;
+        and.b32 thread, thread, 7;
+        add.u32 $0, row, thread;
+        add.u32 $1, $0, 8;
+    }"""
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r", [zeros], gl.int32, is_pure=False, pack=2)
+
+
 # mbarriers
 
 
@@ -146,13 +165,13 @@ def store_words_and_arrive(PLACE: gl.constexpr, offset, word, BARRIER: gl.conste
 
 
 @gluon.constexpr_function
-def _flag(place):
+def _flag(place, bound):
     return f"""{{
         {_leader()}
         {_place("word", "$4")}
         .reg .pred first, second;
-        setp.neu.f32 first, $2, 0f3F800000;
-        setp.neu.f32 second, $3, 0f3F800000;
+        setp.gt.f32 first, $2, {bound};
+        setp.gt.f32 second, $3, {bound};
         or.pred first, first, second;
         vote.sync.any.pred first, first, 0xffffffff;
         selp.b32 $0, 1, 0, first;
@@ -163,9 +182,9 @@ def _flag(place):
 
 
 @gluon.jit
-def flag_if_not_one(values, PLACE: gl.constexpr, offset):
-    """Leave in the warp's word whether any of its values (two rows for each thread) differs from 1."""
-    text: gl.constexpr = _flag(PLACE)
+def flag_if_above(values, BOUND: gl.constexpr, PLACE: gl.constexpr, offset):
+    """Leave in the warp's word whether any of its values (two for each thread) exceeds a constant."""
+    text: gl.constexpr = _flag(PLACE, BOUND)
     gl.inline_asm_elementwise(text, "=&r,=&r,f,f,r,r", [values, offset], gl.int32, is_pure=False, pack=2)
 
 
