@@ -47,12 +47,13 @@ SPECS = (
 )
 
 HOPPER = 90
-HOPPER_FORMS = (
+HOPPER_FORMS: tuple[tuple[Any, ...], ...] = (
     (AttentionSpec(32, 4, 128), RUNS_NEVER),
     (AttentionSpec(32, 4, 128), RUNS_FLAT),
     (AttentionSpec(32, 4, 128, page_size=64), RUNS_IN_PAGE),
     (AttentionSpec(28, 4, 128, page_size=16, causal=False, dtype=torch.float16), RUNS_FLAT),
     (AttentionSpec(9, 3, 64), RUNS_FLAT),
+    (AttentionSpec(9, 3, 64), RUNS_FLAT, True),
     (AttentionSpec(8, 1, 256, page_size=64), RUNS_FLAT),
 )
 
@@ -63,7 +64,7 @@ def builds(sm: int) -> list[KernelBuild]:
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
     found += [_plan(SPECS[0], dense=False), _plan(SPECS[1], dense=True)]
     if sm == HOPPER:
-        found += [hopper_build(spec, runs) for spec, runs in HOPPER_FORMS]
+        found += [hopper_build(*form) for form in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]
 
 
@@ -121,17 +122,17 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch) -> KernelBuild:
     )
 
 
-def hopper_build(spec: AttentionSpec, runs: int) -> KernelBuild:
+def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False) -> KernelBuild:
     from octavo.kernels.attention_hopper import attention_hopper_kernel as kernel
 
     constants, options = hopper.attention_constants(spec, runs)
     signature: Signature = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[spec.dtype])
-    signature |= {"lse": "*fp32", "plan": "*i32", "page_table": "*i32", "scale": None, "scale_log2": "fp32"}
-    signature |= {"tensor_maps": "*u8" if runs else "*i32"}
+    signature |= {"lse": "*fp32", "plan": "*i32", "page_table": "*i32", "scale_log2": "fp32"}
+    signature |= {"scale": "*fp32" if scaled else None, "tensor_maps": "*u8" if runs else "*i32"}
     signature |= {n: "i32" for n in kernel.arg_names if n not in (*signature, *constants)}
     expect = ("HGMMA", "LDGSTS", "UTMALDG") if runs else ("HGMMA", "LDGSTS")
-    where = ("scattered", "runs", "runs in a page")[runs]
-    name = f"hopper h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim} ps{spec.page_size} {where}"
+    form = ("scattered", "runs", "runs in a page")[runs] + (" scaled" if scaled else "")
+    name = f"hopper h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim} ps{spec.page_size} {form}"
     return _build(name, kernel, signature, constants, options=options, expect=expect)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.backends.launch import Launcher, alignment, on_device_of
@@ -22,6 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 UNIT = 8  # elements in 16 bytes, in which the kernel counts
 MAX_UNITS, MAX_ROWS = 1 << 32, 1 << 31
 LOG2_E = math.log2(math.e)
+TINY_SCALE = 2.0**-100
 
 ATTENTION = Launcher("octavo.kernels.attention_hopper", "attention_hopper_kernel")
 MAPS = TensorMaps()
@@ -105,8 +107,8 @@ def attention_constants(spec: AttentionSpec, runs: int) -> tuple[dict[str, int],
         "SLOTS": 1 if wide else 2,
         "STAGES": 2,
         "FENCE": False,
-        "ATTEND_REGISTERS": 216,
-        "LOAD_REGISTERS": 72,
+        "ATTEND_REGISTERS": 232 if wide else 216,
+        "LOAD_REGISTERS": 40 if wide else 72,
     }
     return constants, {"num_warps": 4}
 
@@ -120,12 +122,17 @@ def _launch(call: AttentionCall, plan: Tensor) -> None:
         runs = RUNS_NEVER if maps is None else runs
         strides = (*q.stride()[:2], *_cache_strides(k_cache), *_cache_strides(v_cache), *out.stride()[:2])
         units = [stride // UNIT for stride in strides]
-        scale = (call.scale_tensor, plan if maps is None else maps, call.sm_scale * LOG2_E)
+        scale_log2 = call.sm_scale * LOG2_E
+        if call.scale_tensor is None:
+            # A masked score, -inf, times 0 would be NaN; the backend has made the scale positive.
+            scale_log2 = max(scale_log2, TINY_SCALE)
+        scale = (call.scale_tensor, plan if maps is None else maps, scale_log2)
         counts = (q.shape[0], k_cache.shape[0], *units, *lse.stride())
         arguments = (q, k_cache, v_cache, out, lse, plan, table, *scale, *counts)
         constants, options = attention_constants(call.spec, runs)
         key = (call.spec, runs, table.dtype, call.scale_tensor is None, q.device)
-        ATTENTION((arch_of(q.device).num_sms, 1, 1), key, arguments, constants, options)
+        room = (plan.numel() - work_item.HEADER_WORDS) // work_item.ITEM_WORDS
+        ATTENTION((min(arch_of(q.device).num_sms, room), 1, 1), key, arguments, constants, options)
 
 
 def _cache_strides(cache: Tensor) -> tuple[int, int, int]:

@@ -50,11 +50,14 @@ from octavo.kernels.hopper_program import (
 
 
 @gluon.jit
-def publish_item(p, n, index, num_items, enabled):
-    """An enabled warp: bring item `index`, or word that none is left, to the CTA as its n-th."""
+def publish_item(p, n, index, num_items, enabled, IS_INSIDE: gl.constexpr):
+    """An enabled warp: bring item `index`, or word that none is left, to the CTA as its n-th.
+
+    IS_INSIDE: the plan has room for the item, so it may be read before num_items has come.
+    """
     word = ptx.lane() % ITEM_WORDS
     there = index < num_items
-    value = gl.load(p.plan + (HEADER_WORDS + index.to(gl.int64) * ITEM_WORDS + word), mask=there, other=0)
+    value = gl.load(p.plan + (HEADER_WORDS + index.to(gl.int64) * ITEM_WORDS + word), mask=there | IS_INSIDE, other=0)
     value = gl.where(word == THERE, there.to(gl.int32), value)
     p.items.acquire(n)
     ptx.store_words_and_arrive(p.config.WORDS, p.item(n).offset + 4 * word, value, p.items.FULL, 8 * p.items.stage(n),
@@ -110,10 +113,11 @@ def load_rows(p, cache, ring, count, base, head, row, PLACE: gl.constexpr, offse
 
 
 @gluon.jit
-def load_blocks(p, item, cache, ring, TILES: gl.constexpr, first, thread):
+def load_blocks(p, item, n, cache, ring, TILES: gl.constexpr, first, thread, WITH_QUERIES: gl.constexpr):
     """K or V of an item's keys, last block first, into the ring from count `first` on. Returns the count after them.
 
-    64 threads bring 64 rows at once. Page ids are read one block ahead of the copies that need them.
+    64 threads bring 64 rows at once. Page ids are read one block ahead of the copies that need them; the item's
+    queries, WITH_QUERIES, while the first ones come.
     """
     C = p.config
     num_blocks = item.num_blocks(C)
@@ -127,6 +131,8 @@ def load_blocks(p, item, cache, ring, TILES: gl.constexpr, first, thread):
     lower = upper + 0
     if C.BLOCK_N == 128:
         lower = cache_row(p, table, key + 64, begin, end)
+    if WITH_QUERIES:
+        load_queries(p, item, n, thread)
     for block in range(num_blocks):
         count = first + block
         key -= C.BLOCK_N
@@ -156,20 +162,19 @@ def load(p):
         # Warp 0 draws items; warp 1 goes through the same motions, which branches less and lets the compiler see that
         # both agree.
         draws = (warp == 0).to(gl.int32)
-        publish_item(p, 0, gl.program_id(0), num_items, draws)
+        publish_item(p, 0, gl.program_id(0), num_items, draws, True)
         while p.has_item(n):
             item = p.item(n)
-            load_queries(p, item, n, thread)
-            count = load_blocks(p, item, p.k_cache, p.keys, p.config.KEYS, count, thread)
+            count = load_blocks(p, item, n, p.k_cache, p.keys, p.config.KEYS, count, thread, True)
             p.items.release(n)
             n += 1
             # Each CTA that had an item draws until it draws one too many: num_items numbers in all.
             number = ptx.take_number((p.plan + ITEMS_TAKEN).to(gl.int64), num_items - 1, draws)
-            publish_item(p, n, gl.num_programs(0) + number, num_items, draws)
+            publish_item(p, n, gl.num_programs(0) + number, num_items, draws, False)
     else:
         while p.has_item(n):
             item = p.item(n)
-            count = load_blocks(p, item, p.v_cache, p.values, p.config.VALUES, count, thread)
+            count = load_blocks(p, item, n, p.v_cache, p.values, p.config.VALUES, count, thread, False)
             p.items.release(n)
             n += 1
     ptx.finish_copies()
@@ -304,7 +309,7 @@ def attend_block(p, q, count, is_last, state, scale, first_key, limit, flag, MAS
 
 
 @gluon.jit
-def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
+def attend_item(p, item, n, first, scale, flag, WG: gl.constexpr):
     """64 rows over an item's keys, the last block first; `first` key blocks came before."""
     C = p.config
     ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
@@ -318,8 +323,9 @@ def attend_item(p, item, n, first, scale, is_negative, flag, WG: gl.constexpr):
         limit = gl.minimum(limit, token + (item.word(KV_LEN) - item.word(Q_LEN) + 1))
     q = p.query_tile(n, WG)
     p.queries.wait_full(n)
-    if is_negative:
-        negate(q, COPY)
+    if C.SIGNED:  # noqa: SIM102 (decided when it is compiled)
+        if p.scale < 0:
+            negate(q, COPY)
     fence_async_shared()
 
     p.keys.wait_full(first)
@@ -372,9 +378,10 @@ def attend(p, WG: gl.constexpr):
     C = p.config
     ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
-    is_negative = p.scale < 0
-    # The least scale keeps a masked score, -inf, from becoming NaN when the scale is 0.
-    scale = gl.maximum(gl.abs(p.scale), TINY_SCALE)
+    scale = p.scale
+    if C.SIGNED:
+        # The least scale keeps a masked score, -inf, from becoming NaN when the scale is 0.
+        scale = gl.maximum(gl.abs(scale), TINY_SCALE)
     flag = 4 * ptx.warp()
     n = 0
     count = 0
@@ -382,7 +389,7 @@ def attend(p, WG: gl.constexpr):
         item = p.item(n)
         num_blocks = item.num_blocks(C)
         if num_blocks > 0:
-            attend_item(p, item, n, count, scale, is_negative, flag, WG)
+            attend_item(p, item, n, count, scale, flag, WG)
             count += num_blocks
         else:
             for tile in range(0, item.word(ROW_COUNT), BLOCK_M):
@@ -407,11 +414,13 @@ def attention_hopper_kernel(
         GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr,
         BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
         ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):  # fmt: skip
-    """Grid: any number of CTAs; each takes items until none is left. Strides of lse in elements, others in 16 bytes.
+    """Grid: CTAs, at most as many as the plan has room for items; each takes items until none is left.
 
-    scale, a pointer, may be None; tensor_maps holds the TMA descriptors of K and of V (128 bytes each).
+    Strides of lse are in elements, others in 16 bytes. scale_log2 > 0; with a pointer `scale`, times that, of any sign.
+    tensor_maps holds the TMA descriptors of K and of V (128 bytes each).
     """
-    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, q.dtype.element_ty)
+    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None,
+                    q.dtype.element_ty)  # fmt: skip
     LINES: gl.constexpr = config.CONTROL // LINE + 1
     arena = gl.allocate_shared_memory(gl.bfloat16, [LINES, LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if scale is not None:

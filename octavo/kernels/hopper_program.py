@@ -47,6 +47,7 @@ class Config:
     SLOTS: gl.constexpr
     STAGES: gl.constexpr
     FENCE: gl.constexpr
+    SIGNED: gl.constexpr
     dtype: gl.constexpr
     Q_TILE_BYTES: gl.constexpr
     KV_TILE_BYTES: gl.constexpr
@@ -59,7 +60,7 @@ class Config:
     O_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, dtype):
+    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, SIGNED, dtype):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
@@ -69,6 +70,7 @@ class Config:
         self.SLOTS = gl.constexpr(SLOTS)
         self.STAGES = gl.constexpr(STAGES)
         self.FENCE = gl.constexpr(FENCE)
+        self.SIGNED = gl.constexpr(SIGNED)
         self.dtype = gl.constexpr(dtype)
         q_bytes, kv_bytes = 64 * D * 2, BLOCK_N * D * 2
         self.Q_TILE_BYTES = gl.constexpr(q_bytes)
