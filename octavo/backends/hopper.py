@@ -12,7 +12,7 @@ from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.backends.launch import Launcher, alignment, on_device_of
-from octavo.backends.tensor_maps import RUNS_NEVER, TensorMaps, run_form
+from octavo.backends.tensor_maps import RUNS_NEVER, TensorMaps, box_rows, run_form
 from octavo.backends.triton import TritonBackend
 from octavo.planning.tiles import LARGE_ROWS, SMALL_ROWS
 from octavo.problem import Arch, AttentionSpec
@@ -103,6 +103,7 @@ def attention_constants(spec: AttentionSpec, runs: int) -> tuple[dict[str, int],
         "PAGE_SIZE": spec.page_size,
         "CAUSAL": spec.causal,
         "RUNS": runs,
+        "BOX_ROWS": box_rows(spec.page_size),
         "BLOCK_N": 64 if wide else 128,
         "SLOTS": 1 if wide else 2,
         "STAGES": 2,

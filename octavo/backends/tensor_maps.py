@@ -12,7 +12,7 @@ from octavo.shapes import Tensor
 RUNS_NEVER, RUNS_FLAT, RUNS_IN_PAGE = 0, 1, 2
 """Where rows that one box can hold lie: nowhere; anywhere in the cache, seen as one list of keys; within a page."""
 
-BOX_ROWS, BOX_COLUMNS = 32, 64  # a warp's share of a tile, and 128 bytes, the width of the swizzle
+MIN_ROWS, MAX_ROWS, BOX_COLUMNS = 16, 32, 64  # MAX_ROWS: a warp's share of a tile; columns: 128 bytes, the swizzle's
 MAP_BYTES, MAPS_AT_A_TIME, MAX_MAPS = 128, 2048, 1 << 16
 _DATA_TYPES = {torch.bfloat16: 9, torch.float16: 6}
 _SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
@@ -24,7 +24,12 @@ def run_form(cache: Tensor) -> int:
     page_stride, token_stride = cache.stride()[:2]
     if page_size == 1 or page_stride == page_size * token_stride:
         return RUNS_FLAT
-    return RUNS_IN_PAGE if page_size % BOX_ROWS == 0 else RUNS_NEVER
+    return RUNS_IN_PAGE if page_size % MIN_ROWS == 0 else RUNS_NEVER
+
+
+def box_rows(page_size: int) -> int:
+    """Keys in a box: as many as every page of this size holds, or a warp's share where only runs of pages hold them."""
+    return MIN_ROWS if page_size % MAX_ROWS and page_size % MIN_ROWS == 0 else MAX_ROWS
 
 
 class TensorMaps:
@@ -63,7 +68,7 @@ class TensorMaps:
 
 
 def _encode(cache: Tensor, form: int) -> bytes | None:
-    """The driver's descriptor of boxes of 32 keys x 64 columns in a tensor (column, key, head, page)."""
+    """The driver's descriptor of boxes (box_rows keys x 64 columns) in a tensor (column, key, head, page)."""
     pages, page_size, heads, dim = cache.shape
     page_stride, token_stride, head_stride = cache.stride()[:3]
     if page_size == 1:
@@ -80,7 +85,7 @@ def _encode(cache: Tensor, form: int) -> bytes | None:
         ctypes.c_void_p(cache.data_ptr()),
         (ctypes.c_uint64 * 4)(*shape),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(BOX_COLUMNS, BOX_ROWS, 1, 1),
+        (ctypes.c_uint32 * 4)(BOX_COLUMNS, box_rows(page_size), 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         0,
         _SWIZZLE_128B,

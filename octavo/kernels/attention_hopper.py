@@ -94,19 +94,19 @@ def cache_row(p, table, key, begin, end):
 
 @gluon.jit
 def load_rows(p, cache, ring, count, base, head, row, PLACE: gl.constexpr, offset):
-    """A warp's 32 rows of a tile: by TMA where they run consecutively in memory, gathered one by one elsewhere."""
+    """A warp's 32 rows of a tile: by TMA where BOX_ROWS at a time run consecutively in memory, else one by one."""
     C = p.config
     BLOCKS: gl.constexpr = C.D // 64
     BLOCK_BYTES: gl.constexpr = C.BLOCK_N * ptx.SWIZZLE_BYTES
     if C.RUNS == RUNS_NEVER:
         ptx.gather_rows(cache.unit(row, C), base, PLACE, offset, BLOCKS, BLOCK_BYTES)
         ring.fill_when_copied(count)
-    elif ptx.consecutive(row) != 0:
-        first, page = row, 0
+    elif ptx.consecutive(row, C.BOX_ROWS) != 0:
+        place, page = row, 0
         if C.RUNS == RUNS_IN_PAGE:
-            first, page = row % C.PAGE_SIZE, row // C.PAGE_SIZE
-        ptx.load_box(cache.tensor_map, first, head, page, PLACE, offset, ring.FULL, 8 * ring.stage(count), BLOCKS,
-                     BLOCK_BYTES)  # fmt: skip
+            place, page = row % C.PAGE_SIZE, row // C.PAGE_SIZE
+        ptx.load_boxes(cache.tensor_map, place, head, page, C.BOX_ROWS, PLACE, offset, ring.FULL, 8 * ring.stage(count),
+                       BLOCKS, BLOCK_BYTES)  # fmt: skip
     else:
         ptx.gather_rows(cache.unit(row, C), base, PLACE, offset, BLOCKS, BLOCK_BYTES)
         ring.fill_when_copied(count)
@@ -411,7 +411,7 @@ def attention_hopper_kernel(
         q, k_cache, v_cache, out, lse, plan, page_table, scale, tensor_maps, scale_log2, num_tokens, num_pages,
         q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
         v_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
-        GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr,
+        GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr, BOX_ROWS: gl.constexpr,
         BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
         ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):  # fmt: skip
     """Grid: CTAs, at most as many as the plan has room for items; each takes items until none is left.
@@ -419,7 +419,7 @@ def attention_hopper_kernel(
     Strides of lse are in elements, others in 16 bytes. scale_log2 > 0; with a pointer `scale`, times that, of any sign.
     tensor_maps holds the TMA descriptors of K and of V (128 bytes each).
     """
-    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None,
+    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None,
                     q.dtype.element_ty)  # fmt: skip
     LINES: gl.constexpr = config.CONTROL // LINE + 1
     arena = gl.allocate_shared_memory(gl.bfloat16, [LINES, LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))

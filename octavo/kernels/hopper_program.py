@@ -43,6 +43,7 @@ class Config:
     PAGE_SIZE: gl.constexpr
     CAUSAL: gl.constexpr
     RUNS: gl.constexpr
+    BOX_ROWS: gl.constexpr
     BLOCK_N: gl.constexpr
     SLOTS: gl.constexpr
     STAGES: gl.constexpr
@@ -60,12 +61,13 @@ class Config:
     O_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BLOCK_N, SLOTS, STAGES, FENCE, SIGNED, dtype):
+    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, SIGNED, dtype):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.RUNS = gl.constexpr(RUNS)
+        self.BOX_ROWS = gl.constexpr(BOX_ROWS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.SLOTS = gl.constexpr(SLOTS)
         self.STAGES = gl.constexpr(STAGES)

@@ -254,35 +254,45 @@ def gather_rows(unit, base, PLACE: gl.constexpr, offset, COLUMN_BLOCKS: gl.const
     gl.inline_asm_elementwise(text, "=r,r,r,l", [unit, offset, base], gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def consecutive(row):
-    """1 where the warp's 32 rows run consecutively, else 0; the same for all lanes."""
-    text: gl.constexpr = """{
+@gluon.constexpr_function
+def _consecutive(rows):
+    return f"""{{
         .reg .pred same;
-        .reg .b32 start, first;
-        mov.u32 start, %laneid;
-        sub.u32 start, $1, start;
-        shfl.sync.idx.b32 first, start, 0, 31, 0xffffffff;
+        .reg .b32 lane, leader, start, first;
+        mov.u32 lane, %laneid;
+        and.b32 leader, lane, {32 - rows};
+        sub.u32 start, $1, lane;
+        shfl.sync.idx.b32 first, start, leader, 31, 0xffffffff;
         setp.eq.u32 same, first, start;
         vote.sync.all.pred same, same, 0xffffffff;
         selp.b32 $0, 1, 0, same;
-    }"""
+    }}"""
+
+
+@gluon.jit
+def consecutive(row, ROWS: gl.constexpr):
+    """1 where the lanes' rows run consecutively in groups of ROWS, else 0; the same for all lanes."""
+    text: gl.constexpr = _consecutive(ROWS)
     return gl.inline_asm_elementwise(text, "=r,r", [row], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def _box(place, barrier, column_blocks, column_block_bytes):
+def _boxes(place, barrier, rows, column_blocks, column_block_bytes):
     copy = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
     lines = [
-        _leader(),
+        ".reg .pred first;",
+        ".reg .b32 lane, column;",
+        "mov.u32 lane, %laneid;",
+        f"and.b32 column, lane, {rows - 1};",
+        "setp.eq.u32 first, column, 0;",
         _place("to", "$1"),
         _place("barrier", "$2"),
-        ".reg .b32 column;",
+        "mad.lo.u32 to, lane, 128, to;",
         f"add.u32 to, to, {place};",
         f"add.u32 barrier, barrier, {barrier};",
-        "@!leader mbarrier.arrive.shared::cta.b64 _, [barrier];",
-        "@!leader bra JOIN;",
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], {32 * 128 * column_blocks};",
+        "@!first mbarrier.arrive.shared::cta.b64 _, [barrier];",
+        "@!first bra JOIN;",
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], {rows * 128 * column_blocks};",
         "mov.b32 column, 0;",
     ]
     for _ in range(column_blocks):
@@ -295,10 +305,12 @@ def _box(place, barrier, column_blocks, column_block_bytes):
 
 
 @gluon.jit
-def load_box(tensor_map, row, head, page, PLACE: gl.constexpr, offset, BARRIER: gl.constexpr, barrier_offset,
-             COLUMN_BLOCKS: gl.constexpr, COLUMN_BLOCK_BYTES: gl.constexpr):  # fmt: skip
-    """Copy 32 consecutive rows with TMA; `row` is lane 0's. Each lane arrives once; the bytes count on the barrier."""
-    text: gl.constexpr = _box(PLACE, BARRIER, COLUMN_BLOCKS, COLUMN_BLOCK_BYTES)
+def load_boxes(tensor_map, row, head, page, ROWS: gl.constexpr, PLACE: gl.constexpr, offset, BARRIER: gl.constexpr,
+               barrier_offset, COLUMN_BLOCKS: gl.constexpr, COLUMN_BLOCK_BYTES: gl.constexpr):  # fmt: skip
+    """Copy 32 rows with TMA, in groups of ROWS consecutive ones; each lane says where its row is, each group's first
+    lane is heard. Each lane arrives once; the bytes count on the barrier.
+    """
+    text: gl.constexpr = _boxes(PLACE, BARRIER, ROWS, COLUMN_BLOCKS, COLUMN_BLOCK_BYTES)
     gl.inline_asm_elementwise(text, "=r,r,r,l,r,r,r", [offset, barrier_offset, tensor_map, row, head, page], gl.int32,
                               is_pure=False, pack=1)  # fmt: skip
 
