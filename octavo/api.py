@@ -6,6 +6,7 @@ from octavo import ops
 from octavo.backends import Choice, arch_of, resolve
 from octavo.errors import fail
 from octavo.kv_cache import PagedKV
+from octavo.planning.form import PlanForm
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Indptr, KeyCache, LogSumExp, Output, PageIds, PerSequence, Queries, Tensor, ValueCache
 from octavo.validation import (
@@ -142,7 +143,7 @@ class BatchAttention:
         self._workspace = torch.empty(0, dtype=torch.int32, device=self.device)
         self._batch: PagedBatch | None = None
         self._num_tokens = 0
-        self._block_m = 0
+        self._form: PlanForm | None = None
         if max_tokens is not None and max_sequences is not None:
             self._reserve(max_tokens, max_sequences)
 
@@ -163,15 +164,15 @@ class BatchAttention:
         tokens = self._token_bound(batch, num_tokens)
         if self.max_sequences is not None and batch.num_sequences > self.max_sequences:
             fail("batch", f"at most max_sequences={self.max_sequences}", batch.num_sequences, "raise max_sequences")
-        block_m = self.choice.backend.block_m(self.spec, tokens, batch.num_sequences)
-        words = self._words(tokens, batch.num_sequences, block_m)
-        if words > self._workspace.numel():
-            self._reserve(tokens, batch.num_sequences)
-        if words:
-            self._plan_on_device(batch, tokens, block_m)
-        self._batch, self._num_tokens, self._block_m = batch, tokens, block_m
+        backend = self.choice.backend
+        form = backend.plan_form(self.spec, tokens, batch, arch_of(self.device))
+        if form is not None:
+            if backend.plan_words(self.spec, tokens, batch.num_sequences, form) > self._workspace.numel():
+                self._reserve(tokens, batch.num_sequences)
+            self._plan_on_device(batch, tokens, form)
+        self._batch, self._num_tokens, self._form = batch, tokens, form
 
-    def _plan_on_device(self, batch: PagedBatch, tokens: int, block_m: int) -> None:
+    def _plan_on_device(self, batch: PagedBatch, tokens: int, form: PlanForm) -> None:
         s = self.spec
         operator = ops.plan if ops.is_traced(batch.qo_indptr) else ops.plan_now
         operator(
@@ -182,7 +183,7 @@ class BatchAttention:
             dtype=s.dtype,
             causal=s.causal,
             backend=self.choice.backend.name,
-            block_m=block_m,
+            form=form,
         )
 
     def _token_bound(self, batch: PagedBatch, num_tokens: int | None) -> int:
@@ -196,14 +197,9 @@ class BatchAttention:
             fail("num_tokens", f"at most max_tokens={self.max_tokens}", num_tokens, "raise max_tokens at creation")
         return num_tokens
 
-    def _words(self, tokens: int, sequences: int, block_m: int) -> int:
-        return self.choice.backend.plan_words(self.spec, tokens, sequences, block_m)
-
     def _reserve(self, tokens: int, sequences: int) -> None:
         tokens, sequences = max(tokens, self.max_tokens or 0), max(sequences, self.max_sequences or 0)
-        # The tile size depends on the batch's shape: take room for whichever needs the most.
-        block_ms = {self.choice.backend.block_m(self.spec, tokens, n) for n in (1, max(sequences, 1))}
-        words = max(self._words(tokens, sequences, m) for m in block_ms)
+        words = self.choice.backend.max_plan_words(self.spec, tokens, sequences, arch_of(self.device))
         self._workspace = torch.empty(words, dtype=torch.int32, device=self.device)
 
     def run(
@@ -233,23 +229,24 @@ class BatchAttention:
         scale, scale_tensor = check_scale(sm_scale, self.spec.default_scale, q.device)
         if _reads_values(q, False):
             check_values(self.spec, batch, q.shape[0], kv.num_pages)
-        plan = self._workspace if self._block_m else None
+        form = self._form or ()
+        plan = self._workspace if form else None
         inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), plan, scale_tensor, scale)
-        causal, backend, block_m = self.spec.causal, self.choice.backend.name, self._block_m
+        causal, backend = self.spec.causal, self.choice.backend.name
         traced = ops.is_traced(q)
         if out is None or lse is None:
             operator = ops.attention if traced else ops.attention_now
-            return operator(*inputs, causal=causal, backend=backend, block_m=block_m)
+            return operator(*inputs, causal=causal, backend=backend, form=form)
         write = ops.attention_out if traced else ops.attention_out_now
-        write(*inputs, causal=causal, backend=backend, block_m=block_m, out=out, lse=lse)
+        write(*inputs, causal=causal, backend=backend, form=form, out=out, lse=lse)
         return out, lse
 
     def explain(self) -> str:
         """The chosen backend, its tiles and bounds, and why each other backend was not taken."""
         lines = [f"spec      {self.spec}", f"backend   {self.choice.backend.name} on {self.device}"]
         if self._batch is not None:
-            tile = f"{self._block_m} rows (token, head in group) a tile" if self._block_m else "per sequence"
-            lines += [f"plan      {self._batch}", f"tiles     {tile}, at most {self._num_tokens} tokens"]
+            tiles = self._form.describe() if self._form else "per sequence"
+            lines += [f"plan      {self._batch}", f"tiles     {tiles}, at most {self._num_tokens} tokens"]
         lines.append(f"workspace {self._workspace.numel() * 4} bytes")
         lines += [f"not {name}: {reason}" for name, reason in self.choice.rejected]
         return "\n".join(lines)

@@ -1,13 +1,16 @@
 """The operators as PyTorch sees them: schema, fake, implementation. torch.compile and CUDA graphs work through these.
 
 `batch` is PagedBatch's five index tensors in field order; `shape` is (num_qo_heads, num_kv_heads, head_dim, value_dim,
-page_size). Arguments are validated by the caller (api.py, append.py, merge.py).
+page_size), `form` PlanForm's fields. Arguments are validated by the caller (api.py, append.py, merge.py).
 """
+
+from collections.abc import Sequence
 
 import torch
 
 from octavo.backends import AttentionCall, arch_of, resolve
 from octavo.kv_cache import PagedKV
+from octavo.planning.form import PlanForm
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import LogSumExp, Output, Tensor
 from octavo.validation import spec_of
@@ -15,12 +18,12 @@ from octavo.validation import spec_of
 _INPUTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor?[] batch, Tensor? plan, Tensor? scale_tensor, float sm_scale"
 )
-_OPTIONS = "bool causal=True, str backend='', int block_m=0"
+_OPTIONS = "bool causal=True, str backend='', int[] form=[]"
 _SCHEMAS = (
     f"attention({_INPUTS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
     f"attention_out({_INPUTS}, *, {_OPTIONS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
     "plan(Tensor?[] batch, Tensor(a!) plan, int num_tokens, *, int[] shape, ScalarType dtype, "
-    "bool causal, str backend, int block_m) -> ()",
+    "bool causal, str backend, int[] form) -> ()",
     "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor?[] batch, str backend='') -> ()",
     "merge(Tensor[] outs, Tensor[] lses, str backend='') -> (Tensor, Tensor)",
 )
@@ -56,14 +59,14 @@ def _attention_out(
     *,
     causal: bool = True,
     backend: str = "",
-    block_m: int = 0,
+    form: Sequence[int] = (),
     out: Tensor,
     lse: Tensor,
 ) -> None:
     spec = spec_of(q, PagedKV(k_cache, v_cache), causal)
     chosen = resolve(spec, arch_of(q.device), backend or None).backend
-    paged = _unpack_batch(batch)
-    chosen.attend(AttentionCall(spec, paged, q, k_cache, v_cache, out, lse, sm_scale, scale_tensor, plan, block_m))
+    paged, planned = _unpack_batch(batch), PlanForm(*form) if form else None
+    chosen.attend(AttentionCall(spec, paged, q, k_cache, v_cache, out, lse, sm_scale, scale_tensor, plan, planned))
 
 
 def _attention(
@@ -77,11 +80,11 @@ def _attention(
     *,
     causal: bool = True,
     backend: str = "",
-    block_m: int = 0,
+    form: Sequence[int] = (),
 ) -> tuple[Output, LogSumExp]:
     out, lse = _empty_outputs(q, v_cache)
     inputs = (q, k_cache, v_cache, batch, plan, scale_tensor, sm_scale)
-    _attention_out(*inputs, causal=causal, backend=backend, block_m=block_m, out=out, lse=lse)
+    _attention_out(*inputs, causal=causal, backend=backend, form=form, out=out, lse=lse)
     return out, lse
 
 
@@ -94,12 +97,12 @@ def _plan(
     dtype: torch.dtype,
     causal: bool,
     backend: str,
-    block_m: int,
+    form: Sequence[int],
 ) -> None:
     num_qo_heads, num_kv_heads, head_dim, value_dim, page_size = shape
     spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim, value_dim, page_size, causal, dtype)
     chosen = resolve(spec, arch_of(plan.device), backend or None).backend
-    chosen.plan(spec, _unpack_batch(batch), num_tokens, block_m, plan)
+    chosen.plan(spec, _unpack_batch(batch), num_tokens, PlanForm(*form), plan)
 
 
 def _append(

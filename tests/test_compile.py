@@ -9,6 +9,7 @@ from targets import Target
 
 import octavo
 from octavo import BatchAttention, PagedBatch, PagedKV, ops
+from octavo.backends import arch_of
 
 COMPILERS = ("eager", "aot_eager")
 CASES = {
@@ -90,14 +91,15 @@ def test_opcheck_plan():
     attention = BatchAttention(problem.spec, device="cuda", backend="triton")
     attention.plan(problem.batch, num_tokens=problem.q.shape[0])
     spec = problem.spec
-    block_m = attention.choice.backend.block_m(spec, problem.q.shape[0], problem.batch.num_sequences)
-    words = attention.choice.backend.plan_words(spec, problem.q.shape[0], problem.batch.num_sequences, block_m)
+    backend, arch = attention.choice.backend, arch_of(attention.device)
+    form = backend.plan_form(spec, problem.q.shape[0], problem.batch, arch)
+    words = backend.plan_words(spec, problem.q.shape[0], problem.batch.num_sequences, form)
     options = {
         "shape": [spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.page_size],
         "dtype": spec.dtype,
         "causal": spec.causal,
         "backend": "triton",
-        "block_m": block_m,
+        "form": form,
     }
     plan = torch.zeros(words, dtype=torch.int32, device="cuda")
     inputs = (ops.pack_batch(problem.batch), plan, problem.q.shape[0])

@@ -9,8 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import work_item
+from octavo.backends.portable import Tuning
 from octavo.backends.triton import TritonBackend
-from octavo.planning.schedule import ScheduleConfig, SequenceShape, WorkItem, max_items, schedule, visible_keys
+from octavo.planning.form import PlanForm, SplitChoice, layout_of, plan_words, schedule_config
+from octavo.planning.schedule import (
+    ScheduleConfig,
+    SequenceShape,
+    WorkItem,
+    max_items,
+    max_tiles,
+    num_dead_tiles,
+    num_tiles,
+    schedule,
+    visible_keys,
+)
+from octavo.planning.split import SplitConfig
 from octavo.problem import AttentionSpec, PagedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,33 +44,137 @@ def shapes_of(pairs, page_size=1, padding=0):
     return [*shapes, SequenceShape(start, padding, 0, 0)]
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
-@given(
-    lengths, heads, block_ms, st.booleans(), st.integers(0, 40), st.integers(1, 9), st.sampled_from([1, 4000, 1 << 30])
+splits = st.builds(
+    SplitConfig,
+    workers=st.sampled_from([0, 1, 7, 264]),
+    key_block=st.sampled_from([16, 64]),
+    min_blocks=st.integers(1, 4),
+    by_area=st.booleans(),
+    fixed_blocks=st.sampled_from([0, 0, 2]),
+    fixed_parts=st.sampled_from([1, 3, 16]),
 )
-def test_every_row_is_written_once_and_sees_its_keys(pairs, heads, block_m, causal, padding, dead_tiles, l2_bytes):
+configs = st.builds(
+    ScheduleConfig,
+    block_m=st.sampled_from([16, 64, 128]),
+    small_m=st.sampled_from([0, 16]),
+    split=splits,
+    small_split=splits,
+    dead_tiles=st.integers(1, 9),
+    l2_bytes=l2_sizes,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=250)
+@given(lengths, heads, configs, st.booleans(), st.integers(0, 40))
+def test_every_row_sees_each_of_its_keys_once(pairs, heads, config, causal, padding):
     spec = AttentionSpec(*heads, head_dim=16, causal=causal)
     shapes = shapes_of(pairs, padding=padding)
-    items = schedule(spec, shapes, ScheduleConfig(block_m, dead_tiles, l2_bytes))
-    seen = Counter()
-    for item in items:
-        shape = shapes[item.sequence]
-        for row in range(item.row_begin, item.row_begin + item.row_count):
-            token = row // spec.group_size
-            if token < shape.q_len:
-                seen[item.sequence, item.kv_head, row] += 1
-                keys = visible_keys(spec, shape, token)
-                assert item.key_begin <= min(item.full_end, keys) and keys <= item.key_end
-        assert item.row_count == block_m or item.key_end == 0
+    lists = schedule(spec, shapes, config)
+    written, seen = Counter(), Counter()
+    for items, block_m in ((lists.main, config.block_m), (lists.small, config.small_m)):
+        for item in items:
+            shape = shapes[item.sequence]
+            for row in range(item.row_begin, item.row_begin + item.row_count):
+                token = row // spec.group_size
+                if token < shape.q_len:
+                    visible = visible_keys(spec, shape, token)
+                    written[item.sequence, item.kv_head, row, item.split, item.num_splits] += 1
+                    seen[item.sequence, item.kv_head, row] += max(min(item.key_end, visible) - item.key_begin, 0)
+                    assert item.key_begin <= item.full_end <= item.key_end
+                    assert item.full_end in (item.key_begin, min(item.full_end, visible))
+            assert item.row_count in (0, block_m) or item.key_end == 0
+            assert item.row_count == 0 or item.num_splits == 1 or item.key_begin < item.key_end
     rows = {
         (i, h, r)
         for i, s in enumerate(shapes)
         for h in range(spec.num_kv_heads)
         for r in range(s.q_len * spec.group_size)
     }
-    assert seen == Counter(rows)
+    parts = {(*row, part, count) for *row, _, count in written for part in range(count)}
+    assert written == Counter(parts) and {x[:3] for x in parts} == rows
+    expected = {(i, h, r): visible_keys(spec, shapes[i], r // spec.group_size) for i, h, r in rows}
+    assert +seen == +Counter(expected)
     tokens = sum(s.q_len for s in shapes)
-    assert len(items) <= max_items(spec, tokens, len(pairs), block_m)
+    assert len(lists.main) + len(lists.small) <= max_items(spec, tokens, len(pairs), config)
+
+
+@settings(deadline=None, derandomize=True, max_examples=250)
+@given(lengths, heads, configs, st.booleans())
+def test_states_have_places_of_their_own_inside_the_workspace(pairs, heads, config, causal):
+    spec = AttentionSpec(*heads, head_dim=16, causal=causal)
+    lists = schedule(spec, shapes_of(pairs), config)
+    tokens = sum(q for q, _ in pairs)
+    layout = layout_of(spec, plan_words(spec, tokens, len(pairs), config), config)
+    tiles = max_tiles(spec, tokens, len(pairs), config.block_m)
+    for items, split, room in (
+        (lists.main, config.split, layout.states),
+        (lists.small, config.small_split, layout.small_states),
+    ):
+        used = Counter(x.slot + x.split for x in items if x.num_splits > 1 and x.row_count)
+        assert all(n == 1 for n in used.values())
+        assert all(slot < room for slot in used)
+        assert room <= (2 * split.fixed_parts * tiles if split.fixed_blocks else 0) + 4 * split.workers
+    assert len(lists.main) + len(lists.small) <= layout.capacity
+
+
+long_lengths = st.lists(st.tuples(st.sampled_from([1, 1, 2, 17, 300]), st.integers(1, 5000)), min_size=1, max_size=20)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(long_lengths, heads, st.sampled_from([8, 132, 264]), st.sampled_from([16, 128]), st.booleans())
+def test_longest_item_is_near_the_mean_load(pairs, heads, workers, block_m, causal):
+    """At most 1.15 of the mean load of a worker, or that rounded up to a key block, or a part of the least length."""
+    spec = AttentionSpec(*heads, head_dim=16, causal=causal)
+    split = SplitConfig(workers, key_block=64, by_area=block_m > 16)
+    shapes = shapes_of(pairs)
+    items = schedule(spec, shapes, ScheduleConfig(block_m, split=split)).main
+    # What the tiles hold, which the planner's sum of trapezoids or boxes must be close to, or above.
+    tiles = [
+        visible_keys(spec, s, min(((tile + 1) * block_m - 1) // spec.group_size, s.q_len - 1))
+        for s in shapes
+        for tile in range(num_dead_tiles(spec, s, block_m), num_tiles(spec, s, block_m))
+    ]
+    kv = [s.kv_len * (num_tiles(spec, s, block_m) - num_dead_tiles(spec, s, block_m)) for s in shapes]
+    held = spec.num_kv_heads * (sum(tiles) if block_m > 16 else sum(kv))
+    ideal = held / workers
+    longest = max((item.key_end - item.key_begin for item in items), default=0)
+    limit = max(1.15 * ideal * 1.01, (ideal * 1.01 // 64 + 1) * 64, 4 * 64)
+    assert longest <= limit
+
+
+def test_equal_decodes_fill_one_wave():
+    """16 sequences of 4096 keys, 4 heads, 264 programs at a time: 4 parts of 1024, not 5 that need a second wave."""
+    spec = AttentionSpec(32, 4, 128)
+    split = SplitConfig(264, key_block=64, by_area=False)
+    items = schedule(spec, shapes_of([(1, 4096)] * 16), ScheduleConfig(16, split=split)).main
+    assert len(items) == 256 and {item.key_end - item.key_begin for item in items} == {1024}
+    items = schedule(spec, shapes_of([(1, 4096)] * 64), ScheduleConfig(16, split=split)).main
+    assert len(items) == 256 and {item.num_splits for item in items} == {1}
+
+
+def test_a_long_decode_beside_a_prefill_has_its_own_tile_and_share():
+    spec = AttentionSpec(32, 4, 128)
+    config = schedule_config(PlanForm(128, 16, 132, 264), SplitChoice())
+    lists = schedule(spec, shapes_of([(2048, 32768), (1, 65536), (1, 100)]), config)
+    assert {item.sequence for item in lists.main} == {0}
+    assert Counter(item.sequence for item in lists.small) == {1: 4 * 61, 2: 4}
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(lengths, lengths, st.tuples(st.integers(1, 40), st.integers(1, 5000)))
+def test_invariant_cuts_do_not_know_the_neighbours(before, after, pair):
+    spec = AttentionSpec(8, 2, head_dim=16)
+    config = schedule_config(PlanForm(64, 16, 132, 264, batch_invariant=1), SplitChoice())
+
+    def cuts(pairs, sequence):
+        lists = schedule(spec, shapes_of(pairs), config)
+        return sorted(
+            (x.row_begin, x.kv_head, x.key_begin, x.key_end, x in lists.small)
+            for x in lists.main + lists.small
+            if x.sequence == sequence
+        )
+
+    assert cuts([*before, pair, *after], len(before)) == cuts([pair], 0)
 
 
 @given(lengths, heads, block_ms)
@@ -66,35 +183,40 @@ def test_longest_items_do_not_come_last(pairs, heads, block_m):
     """Sequences are taken by falling number of keys: greedy assignment then ends within one short item of balance."""
     spec = AttentionSpec(*heads, head_dim=16)
     shapes = shapes_of(pairs)
-    order = list(dict.fromkeys(item.sequence for item in schedule(spec, shapes, ScheduleConfig(block_m))))
+    order = list(dict.fromkeys(item.sequence for item in schedule(spec, shapes, ScheduleConfig(block_m)).main))
     assert [shapes[i].kv_len for i in order] == sorted((shapes[i].kv_len for i in order), reverse=True)
 
 
 def test_heads_that_fit_the_l2_together_are_interleaved():
     spec = AttentionSpec(4, 4, head_dim=16)
     head_bytes = 1000 * (16 + 16) * 2
-    items = schedule(spec, shapes_of([(32, 1000)]), ScheduleConfig(16, l2_bytes=2 * head_bytes))
+    items = schedule(spec, shapes_of([(32, 1000)]), ScheduleConfig(16, l2_bytes=2 * head_bytes)).main
     assert [(item.kv_head, item.row_begin) for item in items] == [
         (0, 16), (1, 16), (0, 0), (1, 0), (2, 16), (3, 16), (2, 0), (3, 0),
     ]  # fmt: skip
 
 
-def read_plan(plan):
-    count = int(plan[work_item.NUM_ITEMS])
-    words = plan[work_item.HEADER_WORDS :].view(-1, work_item.ITEM_WORDS)[:count].cpu().tolist()
-    return [
-        WorkItem(*w[:3], (w[4] << 32) | (w[3] & 0xFFFFFFFF), *w[5:12], w[12], w[13], w[14])  # noqa: RUF100
-        for w in words
-    ]
-
-
-def plan_on_device(spec, batch, num_tokens, block_m):
-    backend = TritonBackend()
-    words = backend.plan_words(spec, num_tokens, batch.num_sequences, block_m)
-    plan = torch.full((words,), -1, dtype=torch.int32, device=batch.device)
-    backend.plan(spec, batch, num_tokens, block_m, plan)
+def read_plan(spec, plan, config):
+    capacity = layout_of(spec, plan.numel(), config).capacity
+    words = plan[work_item.HEADER_WORDS :][: capacity * work_item.ITEM_WORDS].view(capacity, -1).cpu().tolist()
+    items = [WorkItem(*w[:3], (w[4] << 32) | (w[3] & 0xFFFFFFFF), *w[5:15]) for w in words]
+    main, small = int(plan[work_item.NUM_ITEMS]), int(plan[work_item.NUM_SMALL_ITEMS])
     assert int(plan[work_item.ITEMS_TAKEN]) == 0
-    return read_plan(plan)
+    assert all(w[work_item.ARRIVED] == 0 for w in words[:main] + words[capacity - small :])
+    return items[:main] + items[capacity - small :][::-1]
+
+
+def plan_on_device(spec, batch, num_tokens, form, choice=SplitChoice()):  # noqa: B008
+    backend = TritonBackend(Tuning(choice))
+    words = backend.plan_words(spec, num_tokens, batch.num_sequences, form)
+    plan = torch.full((words,), -1, dtype=torch.int32, device=batch.device)
+    backend.plan(spec, batch, num_tokens, form, plan)
+    return read_plan(spec, plan, backend.config(form))
+
+
+def model(spec, shapes, form, choice=SplitChoice()):  # noqa: B008
+    lists = schedule(spec, shapes, schedule_config(form, choice))
+    return lists.main + lists.small
 
 
 def csr(pairs, page_size, index_dtype):
@@ -122,19 +244,28 @@ BATCHES = [
 ]
 
 
-FORMS = [(True, 1, 16, torch.int32), (False, 3, 64, torch.int64), (True, 16, 128, torch.int64)]
+# Parts as short as can be, so that short batches have them.
+EAGER = SplitChoice(SplitConfig(key_block=16, min_blocks=1, by_area=False), SplitConfig(key_block=16, min_blocks=2), 32)
+FORMS = {
+    "small": (True, 1, PlanForm(16, 0, 0, 0), torch.int32),
+    "small cut": (True, 1, PlanForm(16, 0, 9, 0), torch.int32),
+    "both": (False, 3, PlanForm(64, 16, 0, 5), torch.int64),
+    "both cut": (True, 16, PlanForm(128, 16, 12, 40), torch.int64),
+    "invariant": (True, 1, PlanForm(64, 16, 12, 40, batch_invariant=1), torch.int32),
+    "invariant small": (True, 1, PlanForm(16, 0, 12, 0, batch_invariant=1), torch.int32),
+}
 
 
 @pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("pairs", BATCHES, ids=lambda p: f"{len(p)}seq{sum(q for q, _ in p)}")
-@pytest.mark.parametrize(("causal", "page_size", "block_m", "dtype"), FORMS)
-def test_kernel_equals_model(pairs, causal, page_size, block_m, dtype):
+@pytest.mark.parametrize(("causal", "page_size", "form", "dtype"), FORMS.values(), ids=FORMS)
+def test_kernel_equals_model(pairs, causal, page_size, form, dtype):
     spec = AttentionSpec(14, 2, head_dim=16, page_size=page_size, causal=causal)
     padding = 5
     tokens = sum(q for q, _ in pairs) + padding
-    got = plan_on_device(spec, csr(pairs, page_size, dtype), tokens, block_m)
-    want = schedule(spec, shapes_of(pairs, page_size, padding), ScheduleConfig(block_m))
+    got = plan_on_device(spec, csr(pairs, page_size, dtype), tokens, form, EAGER)
+    want = model(spec, shapes_of(pairs, page_size, padding), form, EAGER)
     # The padding has no pages: its position in the table is whatever the clamp gives.
     assert [strip(x, len(pairs)) for x in got] == [strip(x, len(pairs)) for x in want]
 
@@ -156,7 +287,8 @@ def test_dense_table_equals_model():
         SequenceShape(3, 37, 16, 12),
         SequenceShape(40, 0, 0, 0),
     ]
-    assert plan_on_device(spec, batch, 40, 16) == schedule(spec, shapes, ScheduleConfig(16))
+    form = PlanForm(16, 0, 4, 0)
+    assert plan_on_device(spec, batch, 40, form, EAGER) == model(spec, shapes, form, EAGER)
 
 
 @pytest.mark.interpreter
@@ -166,7 +298,7 @@ def test_broken_indptr_stays_inside_the_tensors():
     qo = torch.tensor([0, 9, 4, 900], dtype=torch.int32, device=DEVICE)
     kv = torch.tensor([0, 50, -3, 70], dtype=torch.int32, device=DEVICE)
     batch = PagedBatch.csr(qo, kv, torch.zeros(20, dtype=torch.int32, device=DEVICE))
-    items = plan_on_device(spec, batch, 12, 16)
+    items = plan_on_device(spec, batch, 12, PlanForm(16, 0, 9, 0), EAGER)
     assert items
     for item in items:
         assert item.q_start >= 0 and item.q_start + item.q_len <= 12
@@ -179,9 +311,9 @@ def test_falling_indptr_does_not_outgrow_the_plan():
     spec = AttentionSpec(4, 2, head_dim=16)
     qo = torch.tensor([0, 100] * 20, dtype=torch.int32, device=DEVICE)
     batch = PagedBatch.csr(qo, torch.zeros_like(qo), torch.zeros(1, dtype=torch.int32, device=DEVICE))
-    backend = TritonBackend()
-    words = backend.plan_words(spec, 100, 39, 16)
+    backend, form = TritonBackend(), PlanForm(64, 16, 4, 4)
+    words = backend.plan_words(spec, 100, 39, form)
     guarded = torch.full((words + 4096,), -1, dtype=torch.int32, device=DEVICE)
-    backend.plan(spec, batch, 100, 16, guarded[:words])
+    backend.plan(spec, batch, 100, form, guarded[:words])
     assert (guarded[words:] == -1).all()
-    assert int(guarded[work_item.NUM_ITEMS]) <= max_items(spec, 100, 39, 16)
+    assert int(guarded[work_item.NUM_ITEMS]) <= max_items(spec, 100, 39, backend.config(form))

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
@@ -21,8 +22,8 @@ class AttentionCall(NamedTuple):
     scale_tensor: Tensor | None = None
     plan: Tensor | None = None
     """Work items written by `Backend.plan`, or None: then the backend plans inside the call."""
-    block_m: int = 0
-    """Rows per query tile that the plan was made for; 0 where plan is None."""
+    form: PlanForm | None = None
+    """Form that the plan was made in; None where plan is None: then the backend chooses."""
 
 
 @runtime_checkable
@@ -34,13 +35,20 @@ class Backend(Protocol):
     def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
         """Why this backend cannot serve `spec` on `arch`, or None when it can. spec None asks about the device only."""
 
-    def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
-        """Rows per query tile, from shapes alone; 0 for a backend that makes no device plan."""
+    def plan_form(
+        self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False
+    ) -> PlanForm | None:
+        """How a batch is planned, from shapes alone; None for a backend that makes no device plan."""
 
-    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> int:
-        """int32 words that a plan for at most this many tokens and sequences takes; 0 where there is no plan."""
+    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, form: PlanForm) -> int:
+        """int32 words that a plan for at most this many tokens and sequences takes."""
 
-    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, block_m: int, plan: Tensor) -> None:
+    def max_plan_words(
+        self, spec: AttentionSpec, num_tokens: int, num_sequences: int, arch: Arch, batch_invariant: bool = False
+    ) -> int:
+        """The most that plan_words says of a batch of at most this size; 0 where there is no plan."""
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
         """Write the work items into `plan`. No host synchronisation; capturable."""
 
     def attend(self, call: AttentionCall) -> None:

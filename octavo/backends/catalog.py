@@ -6,10 +6,14 @@ from typing import Any
 import torch
 
 from octavo.backends import hopper
-from octavo.backends import triton as launchers
+from octavo.backends.constants import append_constants, merge_constants, plan_constants
+from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
-from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, rows_per_tile
+from octavo.planning.form import PlanForm, SplitChoice, schedule_config
+from octavo.planning.schedule import ScheduleConfig
+from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, SMALL_ROWS, rows_per_tile
 from octavo.problem import Arch, AttentionSpec
+from octavo.work_item import NUM_ITEMS
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
@@ -46,6 +50,14 @@ SPECS = (
     AttentionSpec(8, 4, 256, dtype=torch.float32),
 )
 
+WORKERS = 264
+PLAN_FORMS = (
+    (SPECS[0], PlanForm(16, 0, WORKERS, 0), False),
+    (SPECS[0], PlanForm(128, 16, WORKERS, WORKERS), False),
+    (SPECS[1], PlanForm(128, 16, 0, WORKERS), True),
+    (SPECS[1], PlanForm(128, 16, WORKERS, WORKERS, batch_invariant=1), False),
+)
+INLINE_FORMS = tuple((spec, cuts, dense) for spec in SPECS[:2] for cuts in (False, True) for dense in (False, True))
 HOPPER = 90
 HOPPER_FORMS: tuple[tuple[Any, ...], ...] = (
     (AttentionSpec(32, 4, 128), RUNS_NEVER),
@@ -62,7 +74,9 @@ def builds(sm: int) -> list[KernelBuild]:
     """All builds for compute capability `sm` (90 for sm_90)."""
     arch = Arch("cuda", (sm // 10, sm % 10))
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
-    found += [_plan(SPECS[0], dense=False), _plan(SPECS[1], dense=True)]
+    found += [_attention(SPECS[0], m, arch, cuts=False) for m in _block_ms(SPECS[0])]
+    found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
+    found += [_plan(spec, form, dense) for spec, form, dense in PLAN_FORMS]
     if sm == HOPPER:
         found += [hopper_build(*form) for form in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]
@@ -100,26 +114,58 @@ def _typed(kind: Any) -> Any:
     return "constexpr" if kind in (None, "one") else kind
 
 
-def _attention(spec: AttentionSpec, block_m: int, arch: Arch) -> KernelBuild:
+def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True) -> KernelBuild:
     from octavo.kernels.attention import attention_kernel
 
-    constants, options = launchers.attention_constants(spec, block_m, arch, same_strides=True)
-    data = POINTERS[spec.dtype]
-    signature: Signature = dict.fromkeys(("q_ptr", "k_cache", "v_cache", "out"), data)
-    signature |= {"lse": "*fp32", "plan": "*i32", "page_table": "*i32", "scale_ptr": None, "sm_scale": "fp32"}
-    signature |= {"num_tokens": "i32", "num_pages": "i32", "q_strides": ("i32", "i32"), "out_strides": ("i32", "i32")}
-    signature |= {"k_strides": ("i32",) * 3, "v_strides": ("i32",) * 3, "lse_strides": ("i32", "one")}
+    _, constants, options = attention_form(spec, block_m, arch, same_strides=True, cuts=cuts)
+    signature = {"plan": "*i32", "last_item": "i32", "states_begin": "i32", "num_states": "i32"}
+    signature |= _attention_signature(spec)
     wgmma = arch.sm == 90 and block_m >= MEDIUM_ROWS and spec.dtype != torch.float32
     mma = "HGMMA" if wgmma else "MMA" if arch.sm in ASYNC_TENSOR_CORES else "HMMA"
-    name = (
-        f"attention h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim}/{spec.v_dim} ps{spec.page_size} "
-        f"{str(spec.dtype).removeprefix('torch.')} {'causal' if spec.causal else 'full'} m{block_m}"
-    )
     # A float32 product is three tf32 ones: more live operands than registers, right and slower.
     spills = None if spec.dtype == torch.float32 else 0
+    name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}"
+    constants = {"COUNT": NUM_ITEMS, **constants}
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )
+
+
+def _inline(spec: AttentionSpec, arch: Arch, cuts: bool, dense: bool) -> KernelBuild:
+    from octavo.kernels.attention import attention_inline_kernel
+
+    _, shared, options = attention_form(spec, SMALL_ROWS, arch, same_strides=True, cuts=cuts)
+    config = _config(PlanForm(SMALL_ROWS, 0, WORKERS if cuts else 0, 0))
+    constants = {"C": inline_constants(spec, config, dense), **shared}
+    signature: Signature = {"states": "*fp32", "counters": "*i32" if cuts else "*fp32", "num_states": "i32"}
+    signature |= _attention_signature(spec) | _table_signature(spec, dense) | {"num_sequences": "i32"}
+    name = f"attention inline {_name(spec)} {'dense' if dense else 'csr'}{'' if cuts else ' uncut'}"
+    return _build(name, attention_inline_kernel, signature, constants, options=options, expect=("LDGSTS",))
+
+
+def _attention_signature(spec: AttentionSpec) -> Signature:
+    data = POINTERS[spec.dtype]
+    signature: Signature = dict.fromkeys(("q_ptr", "k_cache", "v_cache", "out"), data)
+    signature |= {"lse": "*fp32", "page_table": "*i32", "scale_ptr": None, "sm_scale": "fp32"}
+    signature |= {"num_tokens": "i32", "num_pages": "i32", "q_strides": ("i32", "i32"), "out_strides": ("i32", "i32")}
+    return signature | {"k_strides": ("i32",) * 3, "v_strides": ("i32",) * 3, "lse_strides": ("i32", "one")}
+
+
+def _table_signature(spec: AttentionSpec, dense: bool) -> Signature:
+    last = None if dense or spec.page_size == 1 else "*i32"
+    signature: Signature = {"qo_indptr": "*i32", "kv_ptr": "*i32", "last_page_len": last}
+    return signature | {"table_stride": "i32", "entries": "i32"}
+
+
+def _name(spec: AttentionSpec) -> str:
+    return (
+        f"h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim}/{spec.v_dim} ps{spec.page_size} "
+        f"{str(spec.dtype).removeprefix('torch.')} {'causal' if spec.causal else 'full'}"
+    )
+
+
+def _config(form: PlanForm) -> ScheduleConfig:
+    return schedule_config(form, SplitChoice())
 
 
 def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False) -> KernelBuild:
@@ -136,14 +182,14 @@ def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False) -> Kernel
     return _build(name, kernel, signature, constants, options=options, expect=expect)
 
 
-def _plan(spec: AttentionSpec, dense: bool) -> KernelBuild:
+def _plan(spec: AttentionSpec, form: PlanForm, dense: bool) -> KernelBuild:
     from octavo.kernels.plan import plan_kernel
 
-    signature: Signature = dict.fromkeys(("plan", "qo_indptr", "kv_ptr"), "*i32")
-    signature |= {"last_page_len": None if dense else "*i32", "table_stride": "i32"}
-    signature |= dict.fromkeys(("entries", "num_tokens", "num_sequences", "capacity"), "i32")
-    name = f"plan {'dense' if dense else 'csr'}"
-    return _build(name, plan_kernel, signature, launchers.plan_constants(spec, 128, dense))
+    signature = {"plan": "*i32"} | _table_signature(spec, dense)
+    scalars = ("num_tokens", "num_sequences", "capacity", "main_room", "small_room")
+    signature |= dict.fromkeys(scalars, "i32")
+    name = f"plan {'dense' if dense else 'csr'} m{form.block_m}/{form.small_m}"
+    return _build(name, plan_kernel, signature, {"C": plan_constants(spec, _config(form), dense)})
 
 
 def _append(spec: AttentionSpec) -> KernelBuild:
@@ -155,7 +201,7 @@ def _append(spec: AttentionSpec) -> KernelBuild:
     signature |= dict.fromkeys(scalars, "i32")
     signature |= dict.fromkeys(("k_in_strides", "v_in_strides"), ("i32",) * 2)
     signature |= dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 3)
-    constants = launchers.append_constants(spec.page_size, spec.head_dim, spec.v_dim, dense=False)
+    constants = append_constants(spec.page_size, spec.head_dim, spec.v_dim, dense=False)
     return _build("append", append_kernel, signature, constants)
 
 
@@ -166,4 +212,4 @@ def _merge(spec: AttentionSpec, states: int) -> KernelBuild:
     signature: Signature = {"outs": (data,) * states, "lses": ("*fp32",) * states, "out": data, "lse": "*fp32"}
     signature |= {"out_strides_in": (("i32", "i32"),) * states, "lse_strides_in": (("i32", "one"),) * states}
     signature |= {"out_strides": ("i32", "i32"), "lse_strides": ("i32", "one"), "num_rows": "i32"}
-    return _build("merge", merge_kernel, signature, launchers.merge_constants(spec.num_qo_heads, spec.v_dim))
+    return _build("merge", merge_kernel, signature, merge_constants(spec.num_qo_heads, spec.v_dim))

@@ -8,6 +8,7 @@ from octavo.backends import cpu_attention
 from octavo.backends.base import AttentionCall
 from octavo.backends.cpu_pages import sequences_of
 from octavo.errors import fail
+from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
@@ -21,13 +22,20 @@ class CpuBackend:
     def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
         return None if arch.kind in ("cpu", "interpreter") else "tensors are on a GPU"
 
-    def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
+    def plan_form(
+        self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False
+    ) -> None:
+        return None
+
+    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, form: PlanForm) -> int:
         return 0
 
-    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> int:
+    def max_plan_words(
+        self, spec: AttentionSpec, num_tokens: int, num_sequences: int, arch: Arch, batch_invariant: bool = False
+    ) -> int:
         return 0
 
-    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, block_m: int, plan: Tensor) -> None:
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
         raise ValueError("plan: the CPU backend makes no device plan")
 
     def attend(self, call: AttentionCall) -> None:

@@ -41,6 +41,27 @@ class Launcher:
         compiled[grid](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *tail)
 
 
+class Zeros:
+    """int32 zeros that every kernel which takes them leaves zero: one buffer a device and stream, as work of one
+    stream follows itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
+
+    def take(self, count: int, device: torch.device) -> Tensor:
+        """At least `count` zeros. A graph gets its own, as it may be replayed beside other work of its stream."""
+        stream = 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            stream = torch.cuda.current_stream(device).cuda_stream
+        buffer = self._buffers.get((device, stream))
+        if buffer is None or buffer.numel() < count:
+            buffer = torch.zeros(count, dtype=torch.int32, device=device)
+            self._buffers[device, stream] = buffer
+        return buffer
+
+
 def alignment(*tensors: Tensor) -> int | tuple[bool, ...]:
     """Key part: which tensors start on 16 bytes, as Triton specialises on it; 0 when all do."""
     together = 0

@@ -1,25 +1,34 @@
 """Portable Triton backend: launchers for every GPU that Triton serves, and for its interpreter."""
 
-import functools
 import importlib.util
 
 import torch
 
-from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
+from octavo.backends.constants import (
+    APPEND_TOKENS,
+    INLINE_SEQUENCES,
+    ITEMS_AT_ONCE,
+    MERGE_ROWS,
+    OWN_SEQUENCES,
+    append_constants,
+    merge_constants,
+)
 from octavo.backends.launch import Launcher, alignment, on_device_of
-from octavo.planning.schedule import ScheduleConfig, max_items
-from octavo.planning.tiles import next_power_of_2, rows_per_tile, tile_config
+from octavo.backends.portable import DEFAULT_TUNING, Tuning, launch_inline, launch_list, planned, table_of
+from octavo.planning.form import PlanForm, needs_small_list, plan_words, schedule_config
+from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
+from octavo.planning.tiles import LARGE_ROWS, MEDIUM_ROWS, SMALL_ROWS, rows_per_tile
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
-OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
 MAX_WRITERS = 256
-APPEND_TOKENS, MERGE_ROWS = 16, 16
 MIN_CAPABILITY = 80
+INTERPRETED_SMS = 4  # so that the interpreter, too, has work to share out
+SHORT_KEYS = 2048  # tiles of few rows read the same keys again and again: up to so many that hardly costs
+INLINE_ROUNDS = 4  # tiles per worker up to which every program rather finds its own item
 
-ATTENTION = Launcher("octavo.kernels.attention", "attention_kernel")
 PLAN = Launcher("octavo.kernels.plan", "plan_kernel")
 APPEND = Launcher("octavo.kernels.append", "append_kernel")
 MERGE = Launcher("octavo.kernels.merge", "merge_kernel")
@@ -27,6 +36,9 @@ MERGE = Launcher("octavo.kernels.merge", "merge_kernel")
 
 class TritonBackend:
     name = "triton"
+
+    def __init__(self, tuning: Tuning = DEFAULT_TUNING) -> None:
+        self.tuning = tuning
 
     def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
         if arch.kind == "cpu":
@@ -38,46 +50,111 @@ class TritonBackend:
         return None
 
     def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
+        """Rows of a tile in the main list."""
         return rows_per_tile(spec, num_tokens, num_sequences)
 
-    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> int:
-        items = max_items(spec, num_tokens, num_sequences, block_m)
-        return work_item.HEADER_WORDS + items * work_item.ITEM_WORDS
+    def workers(self, spec: AttentionSpec, block_m: int, arch: Arch) -> int:
+        """Programs that work at a time on tiles of block_m rows; 0 where their kernel takes no parts of tiles."""
+        sms = INTERPRETED_SMS if arch.kind == "interpreter" else arch.num_sms
+        tuning = self.tuning
+        programs = {SMALL_ROWS: tuning.small_programs, MEDIUM_ROWS: tuning.medium_programs}
+        return sms * programs.get(block_m, tuning.large_programs)
 
-    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, block_m: int, plan: Tensor) -> None:
+    def plan_form(
+        self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False
+    ) -> PlanForm:
+        if batch_invariant:
+            block_m = self.block_m(spec, LARGE_ROWS, 1)
+            small_m = 0 if block_m == SMALL_ROWS else SMALL_ROWS
+            return self._form(spec, block_m, small_m, arch, batch_invariant)
+        block_m = self.block_m(spec, num_tokens, batch.num_sequences)
+        if _is_short(spec, num_tokens, batch, self.workers(spec, SMALL_ROWS, arch)):
+            block_m = SMALL_ROWS
+        small = needs_small_list(spec, num_tokens, batch.num_sequences, block_m)
+        form = self._form(spec, block_m, SMALL_ROWS if small else 0, arch)
+        if _max_keys(spec, batch) <= self.tuning.split.least_keys:
+            return form._replace(workers=0, small_workers=0)
+        return form
+
+    def _form(
+        self, spec: AttentionSpec, block_m: int, small_m: int, arch: Arch, batch_invariant: bool = False
+    ) -> PlanForm:
+        workers = self.workers(spec, block_m, arch)
+        small_workers = self.workers(spec, small_m, arch) if small_m else 0
+        return PlanForm(block_m, small_m, workers, small_workers, int(batch_invariant))
+
+    def config(self, form: PlanForm) -> ScheduleConfig:
+        return schedule_config(form, self.tuning.split)
+
+    def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, form: PlanForm) -> int:
+        return plan_words(spec, num_tokens, num_sequences, self.config(form))
+
+    def max_plan_words(
+        self, spec: AttentionSpec, num_tokens: int, num_sequences: int, arch: Arch, batch_invariant: bool = False
+    ) -> int:
+        """The most that plan_words says for any form that a batch of at most this size gets."""
+        rows = {SMALL_ROWS, *(self.block_m(spec, tokens, 1) for tokens in (1, *range(16, LARGE_ROWS, 16), 4096))}
+        forms = [self._form(spec, m, SMALL_ROWS if m > SMALL_ROWS else 0, arch, batch_invariant) for m in rows]
+        return max(self.plan_words(spec, num_tokens, num_sequences, form) for form in forms)
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
+        constants, config, layout = planned(spec, form, self.tuning.split, batch.is_dense, plan.numel())
         programs = -(-(batch.num_sequences + 1) // OWN_SEQUENCES)
-        items = max_items(spec, num_tokens, batch.num_sequences, block_m)
+        items = min(max_items(spec, num_tokens, batch.num_sequences, config), layout.capacity)
         writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
-        table = _table(batch)
-        key = (spec, block_m, plan.device, *(None if x is None else x.dtype for x in table[:3]), batch.is_dense)
-        arguments = (plan, *table, num_tokens, batch.num_sequences, items)
+        table = table_of(batch)
+        dtypes = tuple(None if x is None else x.dtype for x in table[:3])
+        key = (spec, form, self.tuning.tag, plan.device, dtypes, batch.is_dense)
+        rooms = (layout.capacity, layout.states, layout.small_states)
+        arguments = (plan, *table, num_tokens, batch.num_sequences, *rooms)
         with on_device_of(plan):
-            PLAN((programs, writers, 1), key, arguments, plan_constants(spec, block_m, batch.is_dense))
+            PLAN((programs, writers, 1), key, arguments, {"C": constants})
 
     def attend(self, call: AttentionCall) -> None:
-        num_tokens = call.q.shape[0]
+        num_tokens, batch, form = call.q.shape[0], call.batch, call.form
         if num_tokens == 0:
             return
-        plan, block_m = call.plan, call.block_m
-        if plan is None:
-            block_m = self.block_m(call.spec, num_tokens, call.batch.num_sequences)
-            words = self.plan_words(call.spec, num_tokens, call.batch.num_sequences, block_m)
-            plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
-            self.plan(call.spec, call.batch, num_tokens, block_m, plan)
         if call.scale_tensor is None and call.sm_scale < 0:
             # The kernel takes a scale that it need not look at; -q is exact.
             call = call._replace(q=-call.q, sm_scale=-call.sm_scale)
-        self.attend_tiles(call, plan, block_m)
+        if form is None:
+            form = self.plan_form(call.spec, num_tokens, batch, arch_of(call.q.device))
+            call = call._replace(form=form)
+        plan = call.plan
+        if plan is None:
+            if self._attends_inline(call, form):
+                launch_inline(call, self.config(form), self.tuning)
+                return
+            words = self.plan_words(call.spec, num_tokens, batch.num_sequences, form)
+            plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
+            self.plan(call.spec, batch, num_tokens, form, plan)
+        self.attend_tiles(call, plan, form.block_m)
+        if form.small_m:
+            self.attend_list(call, plan, form.small_m)
 
     def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
-        """Attention over the work items of a plan whose tiles have block_m rows."""
-        _launch_attention(call, plan, block_m)
+        """Attention over the main list of a plan, whose tiles have block_m rows."""
+        self.attend_list(call, plan, block_m)
+
+    def attend_list(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
+        """The portable kernel over the list of a plan whose tiles have block_m rows."""
+        assert call.form is not None
+        _, config, layout = planned(call.spec, call.form, self.tuning.split, call.batch.is_dense, plan.numel())
+        launch_list(call, plan, block_m, (config, layout), self.tuning)
+
+    def _attends_inline(self, call: AttentionCall, form: PlanForm) -> bool:
+        """Whether every program of a small batch rather finds its own item than have them planned before."""
+        sequences = call.batch.num_sequences
+        if not self.tuning.inline or form.small_m or form.block_m != SMALL_ROWS or sequences >= INLINE_SEQUENCES:
+            return False
+        tiles = max_tiles(call.spec, call.q.shape[0], sequences, SMALL_ROWS)
+        return tiles <= INLINE_ROUNDS * self.workers(call.spec, SMALL_ROWS, arch_of(call.q.device))
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
         num_tokens, num_heads, head_dim = k.shape
         if num_tokens == 0 or num_heads == 0:
             return
-        table = _table(batch)
+        table = table_of(batch)
         strides = (k.stride()[:2], v.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3])
         steps = batch.num_sequences.bit_length() + 1
         counts = (num_tokens, batch.num_sequences, k_cache.shape[0], steps)
@@ -101,80 +178,12 @@ class TritonBackend:
             MERGE((-(-num_rows // MERGE_ROWS), 1, 1), key, arguments, constants)
 
 
-def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-    """Where the lengths are: qo_indptr, kv_indptr or kv_lens, last_page_len, page table row stride and entries."""
-    if batch.kv_lens is not None:
-        return batch.qo_indptr, batch.kv_lens, None, batch.page_table.stride(0), batch.page_table.shape[1]
-    assert batch.kv_indptr is not None
-    return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
+def _max_keys(spec: AttentionSpec, batch: PagedBatch) -> int:
+    """Keys that one sequence may have, as far as shapes tell."""
+    return batch.page_table.shape[-1] * spec.page_size
 
 
-@functools.lru_cache(maxsize=256)
-def plan_constants(spec: AttentionSpec, block_m: int, dense: bool) -> dict[str, int]:
-    schedule = ScheduleConfig(block_m)
-    return {
-        "GROUP": spec.group_size,
-        "HKV": spec.num_kv_heads,
-        "PAGE_SIZE": spec.page_size,
-        "BLOCK_M": block_m,
-        "CAUSAL": spec.causal,
-        "DENSE": dense,
-        "DEAD_TILES": schedule.dead_tiles,
-        "L2_KEYS": schedule.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize),
-        "OWN": OWN_SEQUENCES,
-        "OTHERS": OTHER_SEQUENCES,
-        "ITEMS": ITEMS_AT_ONCE,
-    }
-
-
-@functools.lru_cache(maxsize=256)
-def attention_constants(
-    spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool
-) -> tuple[dict[str, int | str], dict[str, int]]:
-    """(constexprs, compiler options) of the attention kernel."""
-    tile = tile_config(spec, block_m, arch)
-    constants: dict[str, int | str] = {
-        "GROUP": spec.group_size,
-        "CAUSAL": spec.causal,
-        "SAME_STRIDES": same_strides,
-        "D": spec.head_dim,
-        "DV": spec.v_dim,
-        "D_PADDED": next_power_of_2(spec.head_dim),
-        "DV_PADDED": next_power_of_2(spec.v_dim),
-        "PAGE_SIZE": spec.page_size,
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "NUM_STAGES": tile.num_stages,
-        "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
-    }
-    return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-def append_constants(page_size: int, head_dim: int, value_dim: int, dense: bool) -> dict[str, int]:
-    return {
-        "PAGE_SIZE": page_size,
-        "DENSE": dense,
-        "D": head_dim,
-        "DV": value_dim,
-        "D_PADDED": next_power_of_2(head_dim),
-        "DV_PADDED": next_power_of_2(value_dim),
-        "BLOCK_T": APPEND_TOKENS,
-    }
-
-
-def merge_constants(num_heads: int, dim: int) -> dict[str, int]:
-    return {"HEADS": num_heads, "DIM": dim, "PADDED": next_power_of_2(dim), "BLOCK_R": MERGE_ROWS}
-
-
-def _launch_attention(call: AttentionCall, plan: Tensor, block_m: int) -> None:
-    q, k_cache, v_cache, out, table = call.q, call.k_cache, call.v_cache, call.out, call.batch.page_table
-    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
-    strides = (q.stride()[:2], k_strides, v_strides, out.stride()[:2], call.lse.stride())
-    scale = (call.scale_tensor, call.sm_scale)
-    arguments = (q, k_cache, v_cache, out, call.lse, plan, table, *scale, q.shape[0], k_cache.shape[0], *strides)
-    constants, options = attention_constants(call.spec, block_m, arch_of(q.device), k_strides == v_strides)
-    scaled = call.scale_tensor is not None
-    key = (call.spec, block_m, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device)
-    items = (plan.numel() - work_item.HEADER_WORDS) // work_item.ITEM_WORDS
-    with on_device_of(q):
-        ATTENTION((items, 1, 1), key, arguments, constants, options)
+def _is_short(spec: AttentionSpec, num_tokens: int, batch: PagedBatch, workers: int) -> bool:
+    """Whether tiles of few rows, which are many, are done soonest: all run at once, over few keys."""
+    tiles = max_tiles(spec, num_tokens, batch.num_sequences, SMALL_ROWS)
+    return tiles <= workers and _max_keys(spec, batch) <= SHORT_KEYS

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
+from octavo.kernels.combine import store_tile
 from octavo.kernels.plan import (
+    ARRIVED,
     FULL_END,
     HEADER_WORDS,
     ITEM_WORDS,
@@ -11,16 +13,27 @@ from octavo.kernels.plan import (
     KEY_END,
     KV_HEAD,
     KV_LEN,
-    NUM_ITEMS,
+    NUM_SPLITS,
     PAGE_HIGH,
     PAGE_LOW,
     Q_LEN,
     Q_START,
     ROW_BEGIN,
     ROW_COUNT,
+    SLOT,
+    SPLIT,
+    find_item,
     visible_keys,
 )
-from octavo.kernels.primitives import finish_softmax, key_offsets, key_pages, load_tile, online_softmax_step
+from octavo.kernels.primitives import (
+    finish_softmax,
+    key_offsets,
+    key_pages,
+    load_tile,
+    online_softmax_step,
+    store_rows,
+    tile_rows,
+)
 
 
 @triton.jit
@@ -68,69 +81,122 @@ def load_queries(q_ptr, strides, tokens, heads, inside, scale, SIGNED: tl.conste
 
 
 @triton.jit
-def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV: tl.constexpr):
-    dv = tl.arange(0, values.shape[1])
-    offsets = tokens * out_strides[0] + heads * out_strides[1]
-    mask = inside[:, None] if values.shape[1] == DV else inside[:, None] & (dv[None, :] < DV)
-    tl.store(out + offsets[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + tokens * lse_strides[0] + heads * lse_strides[1], lse_values, mask=inside)
+def load_place(item):
+    """Volatile, so that the epilogue reads the item again and nothing of it is live in the main loop."""
+    return (tl.load(item + ROW_BEGIN, volatile=True), tl.load(item + Q_START, volatile=True),
+            tl.load(item + Q_LEN, volatile=True), tl.load(item + KV_HEAD, volatile=True))  # fmt: skip
 
 
 @triton.jit
-def tile_rows(item, first_row, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(token in its sequence, token, query head, whether it exists) of the item's rows from first_row on.
-
-    Its loads are volatile, so that the epilogue reads the item again and nothing of this is live in the main loop.
-    """
-    rows = tl.load(item + ROW_BEGIN, volatile=True) + first_row + tl.arange(0, BLOCK_M)
-    token_in_sequence = rows // GROUP
-    tokens = tl.load(item + Q_START, volatile=True) + token_in_sequence
-    heads = (tl.load(item + KV_HEAD, volatile=True) * GROUP + rows % GROUP).to(tl.int64)
-    inside = (token_in_sequence < tl.load(item + Q_LEN, volatile=True)) & (tokens < num_tokens)
-    return token_in_sequence, tokens.to(tl.int64), heads, inside
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_pages"], do_not_specialize_on_alignment=["plan", "page_table", "lse"])
-def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
-                     q_strides, k_strides, v_strides, out_strides, lse_strides,
-                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
-                     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
-                     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Strides are in elements: q, out, lse (token, head); caches (page, token in page, head)."""
-    if tl.program_id(0) >= tl.load(plan + NUM_ITEMS):
-        return
-    item = plan + HEADER_WORDS + tl.program_id(0).to(tl.int64) * ITEM_WORDS
-    q_len = tl.load(item + Q_LEN)
-    kv_len = tl.load(item + KV_LEN)
-    key_begin = tl.load(item + KEY_BEGIN)
-    key_end = tl.load(item + KEY_END)
-    full_end = tl.load(item + FULL_END)
-    position = (tl.load(item + PAGE_HIGH).to(tl.int64) << 32) | (tl.load(item + PAGE_LOW).to(tl.int64) & 0xFFFFFFFF)
-
-    acc = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if (key_end <= key_begin) | (num_pages == 0):
-        for first_row in range(0, tl.load(item + ROW_COUNT), BLOCK_M):
-            _, tokens, heads, inside = tile_rows(item, first_row, num_tokens, GROUP, BLOCK_M)
-            store_rows(out, lse, acc, m, tokens, heads, inside, out_strides, lse_strides, DV)
-        return
-    token_in_sequence, tokens, heads, inside = tile_rows(item, 0, num_tokens, GROUP, BLOCK_M)
-
+def attend_tile(tensors, strides, place, keys, position, kv_len, scale_ptr, sm_scale, num_tokens, num_pages,
+                GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
+                D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
+                PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """(out, lse) of a tile's rows over keys [begin, end), of which [begin, full_end) are seen by every row."""
+    q_ptr, k_cache, v_cache, page_table = tensors
+    q_strides, k_strides, v_strides = strides
+    begin, end, full_end = keys
+    token_in_sequence, tokens, heads, inside = tile_rows(place, 0, num_tokens, GROUP, BLOCK_M)
     scale = sm_scale
     if scale_ptr is not None:
         scale *= tl.load(scale_ptr)
     q, scale = load_queries(q_ptr, q_strides, tokens, heads, inside, scale, scale_ptr is not None, D, D_PADDED)
-    limit = tl.minimum(visible_keys(token_in_sequence, q_len, kv_len, CAUSAL), key_end)
-    head = tl.load(item + KV_HEAD).to(tl.int64)
+    limit = tl.minimum(visible_keys(token_in_sequence, place[2], kv_len, CAUSAL), end)
+    head = place[3].to(tl.int64)
     k_head, v_head = k_cache + head * k_strides[2], v_cache + head * v_strides[2]
     cache = (k_head, v_head, k_strides, v_strides, page_table, position, num_pages)
-    state = (acc, m, tl.zeros([BLOCK_M], tl.float32))
-    middle = key_begin + (tl.maximum(full_end - key_begin, 0) // BLOCK_N) * BLOCK_N
-    state = attend_keys(state, q, scale, limit, cache, key_begin, middle, key_end, False, SAME_STRIDES,
+    acc = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
+    state = (acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32))
+    middle = begin + (tl.maximum(full_end - begin, 0) // BLOCK_N) * BLOCK_N
+    state = attend_keys(state, q, scale, limit, cache, begin, middle, end, False, SAME_STRIDES,
                         D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
-    state = attend_keys(state, q, scale, limit, cache, middle, key_end, key_end, True, SAME_STRIDES,
+    state = attend_keys(state, q, scale, limit, cache, middle, end, end, True, SAME_STRIDES,
                         D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
-    values, lse_values = finish_softmax(*state)
-    token_in_sequence, tokens, heads, inside = tile_rows(item, 0, num_tokens, GROUP, BLOCK_M)
-    store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)
+    return finish_softmax(*state)
+
+
+@triton.jit
+def store_empty(out, lse, place, row_count, num_tokens, out_strides, lse_strides, GROUP: tl.constexpr,
+                DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Rows without keys."""
+    values = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
+    lse_values = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for first_row in range(0, row_count, BLOCK_M):
+        _, tokens, heads, inside = tile_rows(place, first_row, num_tokens, GROUP, BLOCK_M)
+        store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "states_begin", "num_states", "last_item"],
+            do_not_specialize_on_alignment=["page_table", "lse"])  # fmt: skip
+def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
+                     last_item, states_begin, num_states,
+                     q_strides, k_strides, v_strides, out_strides, lse_strides, COUNT: tl.constexpr,
+                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
+                     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
+                     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """One list of a plan: COUNT is its header word, last_item < 0 the main list, else the small one's first place.
+
+    Strides are in elements: q, out, lse (token, head); caches (page, token in page, head). Partial states lie
+    states_begin places after the items' begin. PARTS of them are combined at a time; 0: no tile's keys are cut.
+    """
+    if tl.program_id(0) >= tl.load(plan + COUNT):
+        return
+    step = tl.where(last_item < 0, ITEM_WORDS, -ITEM_WORDS)
+    item = (
+        plan + HEADER_WORDS + tl.maximum(last_item, 0).to(tl.int64) * ITEM_WORDS + tl.program_id(0).to(tl.int64) * step
+    )
+    begin, end = tl.load(item + KEY_BEGIN), tl.load(item + KEY_END)
+    if (end <= begin) | (num_pages == 0):
+        store_empty(out, lse, load_place(item), tl.load(item + ROW_COUNT), num_tokens, out_strides, lse_strides,
+                    GROUP, DV, DV_PADDED, BLOCK_M)  # fmt: skip
+        return
+    position = (tl.load(item + PAGE_HIGH).to(tl.int64) << 32) | (tl.load(item + PAGE_LOW).to(tl.int64) & 0xFFFFFFFF)
+    tensors, strides = (q_ptr, k_cache, v_cache, page_table), (q_strides, k_strides, v_strides)
+    values, lse_values = attend_tile(
+        tensors, strides, load_place(item), (begin, end, tl.load(item + FULL_END)), position, tl.load(item + KV_LEN),
+        scale_ptr, sm_scale, num_tokens, num_pages, GROUP, CAUSAL, SAME_STRIDES, D, DV, D_PADDED, DV_PADDED, PAGE_SIZE,
+        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+    place = load_place(item)
+    outs = plan + HEADER_WORDS + states_begin.to(tl.int64) * ITEM_WORDS
+    outs = outs.to(tl.pointer_type(tl.float32), bitcast=True)
+    states = (outs, outs + num_states.to(tl.int64) * (BLOCK_M * DV))
+    part = tl.load(item + SPLIT, volatile=True)
+    parts = (part, tl.load(item + NUM_SPLITS, volatile=True), tl.load(item + SLOT, volatile=True))
+    store_tile(values, lse_values, place, parts, states, item - part * step + ARRIVED, out, lse, num_tokens,
+               out_strides, lse_strides, GROUP, DV, PARTS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "num_states", "table_stride", "entries", "num_sequences"],
+            do_not_specialize_on_alignment=["page_table", "lse", "qo_indptr", "kv_ptr", "last_page_len"])  # fmt: skip
+def attention_inline_kernel(q_ptr, k_cache, v_cache, out, lse, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
+                            states, counters, num_states,
+                            qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_sequences,
+                            q_strides, k_strides, v_strides, out_strides, lse_strides, C: tl.constexpr,
+                            GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
+                            D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
+                            PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """attention_kernel without a plan: of a batch of few sequences, every program finds its own item.
+
+    states, counters: room for num_states partial states, and as many zeros, which the kernel leaves so.
+    """
+    table = (qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences)
+    found, item = find_item(tl.program_id(0), tl.num_programs(0), num_states, table, C)
+    if not found:
+        return
+    (q_start, q_len, kv_len, position, kv_head, row_begin, begin, end, full_end, part, count, slot, _,
+     row_count) = item  # fmt: skip
+    place = (row_begin, q_start, q_len, kv_head)
+    if (end <= begin) | (num_pages == 0):
+        store_empty(out, lse, place, row_count, num_tokens, out_strides, lse_strides, GROUP, DV, DV_PADDED, BLOCK_M)
+        return
+    tensors, strides = (q_ptr, k_cache, v_cache, page_table), (q_strides, k_strides, v_strides)
+    values, lse_values = attend_tile(
+        tensors, strides, place, (begin, end, full_end), position, kv_len,
+        scale_ptr, sm_scale, num_tokens, num_pages, GROUP, CAUSAL, SAME_STRIDES, D, DV, D_PADDED, DV_PADDED, PAGE_SIZE,
+        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+    partial = (states, states + num_states.to(tl.int64) * (BLOCK_M * DV))
+    store_tile(values, lse_values, place, (part, count, slot), partial, counters + slot, out, lse, num_tokens,
+               out_strides, lse_strides, GROUP, DV, PARTS)  # fmt: skip

@@ -85,6 +85,30 @@ def finish_softmax(acc, m, l):
 
 
 @triton.jit
+def tile_rows(place, first_row, num_tokens, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """(token in its sequence, token, query head, whether it exists) of ROWS rows of a tile from first_row on.
+
+    place: (first row of the tile, first token of the sequence, its tokens, K/V head).
+    """
+    row_begin, q_start, q_len, kv_head = place
+    rows = row_begin + first_row + tl.arange(0, ROWS)
+    token_in_sequence = rows // GROUP
+    tokens = q_start + token_in_sequence
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    inside = (token_in_sequence < q_len) & (tokens < num_tokens)
+    return token_in_sequence, tokens.to(tl.int64), heads, inside
+
+
+@triton.jit
+def store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV: tl.constexpr):
+    dv = tl.arange(0, values.shape[1])
+    offsets = tokens * out_strides[0] + heads * out_strides[1]
+    mask = inside[:, None] if values.shape[1] == DV else inside[:, None] & (dv[None, :] < DV)
+    tl.store(out + offsets[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + tokens * lse_strides[0] + heads * lse_strides[1], lse_values, mask=inside)
+
+
+@triton.jit
 def find_sequence(qo_indptr, token, num_sequences, steps):
     """The sequence that owns each token: how many sequences end at or before it. steps >= log2(num_sequences) + 1."""
     low = tl.zeros_like(token)

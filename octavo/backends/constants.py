@@ -1,0 +1,112 @@
+"""Compile-time constants of the Triton kernels, from the decisions in planning/."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from octavo.planning.schedule import ScheduleConfig
+from octavo.planning.split import SplitConfig
+from octavo.planning.tiles import TileConfig, next_power_of_2
+from octavo.problem import AttentionSpec
+
+OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
+INLINE_SEQUENCES = 128
+"""Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
+APPEND_TOKENS, MERGE_ROWS = 16, 16
+COMBINED_ROWS = 8
+COMBINED_REGISTERS = 64
+"""Elements of partial states that a thread holds at a time when it combines them."""
+
+
+class ListConstants(NamedTuple):
+    """How one list of a plan is cut (planning/split.py)."""
+
+    WORKERS: int
+    KEY_BLOCK: int
+    MIN_BLOCKS: int
+    BY_AREA: bool
+    FIXED_BLOCKS: int
+    FIXED_PARTS: int
+
+
+class PlanConstants(NamedTuple):
+    """The planner's constants: `C` in kernels/plan.py."""
+
+    GROUP: int
+    HKV: int
+    CAUSAL: bool
+    PAGE_SIZE: int
+    DENSE: bool
+    BLOCK_M: int
+    SMALL_M: int
+    MAIN: ListConstants
+    SMALL: ListConstants
+    DEAD_TILES: int
+    L2_KEYS: int
+    OWN: int = OWN_SEQUENCES
+    OTHERS: int = OTHER_SEQUENCES
+    ITEMS: int = ITEMS_AT_ONCE
+
+
+@functools.lru_cache(maxsize=256)
+def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> PlanConstants:
+    return PlanConstants(
+        spec.group_size,
+        spec.num_kv_heads,
+        spec.causal,
+        spec.page_size,
+        dense,
+        config.block_m,
+        config.small_m,
+        _list_constants(config.split),
+        _list_constants(config.small_split),
+        config.dead_tiles,
+        config.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize),
+    )
+
+
+def _list_constants(split: SplitConfig) -> ListConstants:
+    return ListConstants(
+        split.workers, split.key_block, split.min_blocks, split.by_area, split.fixed_blocks, split.fixed_parts
+    )
+
+
+def attention_constants(
+    spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool
+) -> tuple[dict[str, int | str], dict[str, int]]:
+    """(constexprs that the attention kernels share, compiler options)."""
+    width = next_power_of_2(spec.v_dim)
+    parts = COMBINED_REGISTERS * 32 * tile.num_warps // (COMBINED_ROWS * width)
+    constants: dict[str, int | str] = {
+        "GROUP": spec.group_size,
+        "CAUSAL": spec.causal,
+        "SAME_STRIDES": same_strides,
+        "D": spec.head_dim,
+        "DV": spec.v_dim,
+        "D_PADDED": next_power_of_2(spec.head_dim),
+        "DV_PADDED": width,
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "NUM_STAGES": tile.num_stages,
+        "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
+        "PARTS": min(max(parts, 1), 64) if cuts else 0,
+    }
+    return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def append_constants(page_size: int, head_dim: int, value_dim: int, dense: bool) -> dict[str, int]:
+    return {
+        "PAGE_SIZE": page_size,
+        "DENSE": dense,
+        "D": head_dim,
+        "DV": value_dim,
+        "D_PADDED": next_power_of_2(head_dim),
+        "DV_PADDED": next_power_of_2(value_dim),
+        "BLOCK_T": APPEND_TOKENS,
+    }
+
+
+def merge_constants(num_heads: int, dim: int) -> dict[str, int]:
+    return {"HEADS": num_heads, "DIM": dim, "PADDED": next_power_of_2(dim), "BLOCK_R": MERGE_ROWS}

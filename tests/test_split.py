@@ -1,0 +1,106 @@
+"""Keys of a tile cut into parts, their states combined by whichever program ends last: on small shapes, with parts as
+short as can be."""
+
+import os
+
+import pytest
+import torch
+from inputs import FP16, FP32, I64, Case, build
+from tolerance import assert_matches
+
+from octavo import work_item
+from octavo.backends import AttentionCall, arch_of
+from octavo.backends.portable import COUNTERS, Tuning
+from octavo.backends.triton import TritonBackend
+from octavo.planning.form import PlanForm, SplitChoice, layout_of
+from octavo.planning.split import SplitConfig
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1"),
+]
+
+SHORT = SplitConfig(key_block=16, min_blocks=1, by_area=False)
+EAGER = Tuning(SplitChoice(SHORT, SplitConfig(key_block=16, min_blocks=1), 32))
+BACKEND = TritonBackend(EAGER)
+
+CASES = {
+    "one decode": Case("1", (1,), (300,), heads=(8, 1), dims=(32, 32), dtype=FP16),
+    "decodes": Case("n", (1, 1, 0, 1), (70, 200, 9, 1), heads=(4, 2), dims=(32, 16), dtype=FP16),
+    "mixed": Case("mixed", (40, 1, 2, 1), (90, 150, 3, 0), heads=(4, 2), dims=(32, 32), page_size=4, dtype=FP16),
+    "rows without keys": Case("dead", (30, 5), (20, 2), heads=(6, 2), dims=(16, 16), dtype=FP32),
+    "dense, full": Case("full", (17, 1), (100, 64), dims=(16, 16), page_size=8, causal=False, dense=True, dtype=FP16),
+    "odd group": Case("odd", (5, 1), (64, 50), heads=(7, 1), dims=(40, 24), index_dtypes=(I64,) * 4, dtype=FP16),
+}
+FORMS = (
+    PlanForm(16, 0, 12, 0),
+    PlanForm(64, 16, 12, 12),
+    PlanForm(128, 16, 0, 3),
+    PlanForm(64, 16, 4, 4, batch_invariant=1),
+    PlanForm(16, 0, 4, 0, batch_invariant=1),
+)
+
+
+def call_of(problem, plan=None, form=None):
+    """A call whose outputs hold NaN."""
+    q, spec, kv = problem.q, problem.spec, problem.kv
+    out = q.new_full((*q.shape[:2], spec.v_dim), float("nan"))
+    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+    scale = spec.default_scale if problem.sm_scale is None else problem.sm_scale
+    return AttentionCall(spec, problem.batch, q, kv.k_cache, kv.v_cache, out, lse, float(scale), None, plan, form)
+
+
+def poisoned_plan(problem, form):
+    """A plan whose partial states, and all else that the planner leaves alone, are NaN."""
+    words = BACKEND.plan_words(problem.spec, problem.q.shape[0], problem.batch.num_sequences, form)
+    plan = torch.full((words,), float("nan"), device=problem.q.device).view(torch.int32)
+    BACKEND.plan(problem.spec, problem.batch, problem.q.shape[0], form, plan)
+    return plan
+
+
+def num_parts(problem, plan, form):
+    """Items that are one of several parts, in both lists."""
+    capacity = layout_of(problem.spec, plan.numel(), BACKEND.config(form)).capacity
+    items = plan[work_item.HEADER_WORDS :][: capacity * work_item.ITEM_WORDS].view(capacity, -1)
+    main, small = int(plan[work_item.NUM_ITEMS]), int(plan[work_item.NUM_SMALL_ITEMS])
+    written = torch.cat([items[:main], items[capacity - small :]])
+    return int((written[:, work_item.NUM_SPLITS] > 1).sum())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parts_combine_to_the_whole(case, form):
+    problem = build(case, DEVICE)
+    plan = poisoned_plan(problem, form)
+    assert num_parts(problem, plan, form) > 0 or case is CASES["rows without keys"]
+    first = call_of(problem, plan, form)
+    BACKEND.attend(first)
+    assert_matches(problem, first.out, first.lse)
+    # The plan serves every layer: the counters must be back where they were.
+    second = call_of(problem, plan, form)
+    BACKEND.attend(second)
+    assert torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_planning_inside_is_planning_before(case):
+    problem = build(case, DEVICE)
+    form = PlanForm(16, 0, 12, 0)
+    planned = call_of(problem, poisoned_plan(problem, form), form)
+    BACKEND.attend(planned)
+    for _ in range(2):
+        inside = call_of(problem, None, form)
+        BACKEND.attend(inside)
+        assert_matches(problem, inside.out, inside.lse)
+        assert torch.equal(inside.out, planned.out) and torch.equal(inside.lse, planned.lse)
+    assert not COUNTERS.take(1, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")).any()
+
+
+def test_batches_that_can_not_be_cut_take_no_workspace():
+    backend, arch = TritonBackend(), arch_of(torch.device(DEVICE))
+    problem = build(Case("short", (1, 1), (20, 30), dtype=FP16), DEVICE)
+    form = backend.plan_form(problem.spec, 2, problem.batch, arch)
+    assert not backend.config(form).split.cuts
+    assert backend.plan_words(problem.spec, 2, 2, form) < 1000
