@@ -46,6 +46,9 @@ class HopperBackend(TritonBackend):
         rows = super().block_m(spec, num_tokens, num_sequences)
         return rows if rows == SMALL_ROWS else LARGE_ROWS
 
+    def workers(self, spec: AttentionSpec, block_m: int, arch: Arch) -> int:
+        return 0 if block_m == LARGE_ROWS else super().workers(spec, block_m, arch)
+
     def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
         if block_m == LARGE_ROWS and _is_addressable(call):
             _launch(call, plan)
