@@ -61,11 +61,12 @@ INLINE_FORMS = tuple((spec, cuts, dense) for spec in SPECS[:2] for cuts in (Fals
 HOPPER = 90
 HOPPER_FORMS: tuple[tuple[Any, ...], ...] = (
     (AttentionSpec(32, 4, 128), RUNS_NEVER),
+    (AttentionSpec(32, 4, 128), RUNS_FLAT, False, True),
     (AttentionSpec(32, 4, 128), RUNS_FLAT),
     (AttentionSpec(32, 4, 128, page_size=64), RUNS_IN_PAGE),
     (AttentionSpec(28, 4, 128, page_size=16, causal=False, dtype=torch.float16), RUNS_FLAT),
     (AttentionSpec(9, 3, 64), RUNS_FLAT),
-    (AttentionSpec(9, 3, 64), RUNS_FLAT, True),
+    (AttentionSpec(9, 3, 64), RUNS_FLAT, True, True),
     (AttentionSpec(8, 1, 256, page_size=64), RUNS_FLAT),
 )
 
@@ -168,16 +169,16 @@ def _config(form: PlanForm) -> ScheduleConfig:
     return schedule_config(form, SplitChoice())
 
 
-def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False) -> KernelBuild:
+def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False, cuts: bool = False) -> KernelBuild:
     from octavo.kernels.attention_hopper import attention_hopper_kernel as kernel
 
-    constants, options = hopper.attention_constants(spec, runs)
+    constants, options = hopper.attention_constants(spec, runs, cuts)
     signature: Signature = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[spec.dtype])
     signature |= {"lse": "*fp32", "plan": "*i32", "page_table": "*i32", "scale_log2": "fp32"}
     signature |= {"scale": "*fp32" if scaled else None, "tensor_maps": "*u8" if runs else "*i32"}
     signature |= {n: "i32" for n in kernel.arg_names if n not in (*signature, *constants)}
     expect = ("HGMMA", "LDGSTS", "UTMALDG") if runs else ("HGMMA", "LDGSTS")
-    form = ("scattered", "runs", "runs in a page")[runs] + (" scaled" if scaled else "")
+    form = ("scattered", "runs", "runs in a page")[runs] + " scaled" * scaled + " cut" * cuts
     name = f"hopper h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim} ps{spec.page_size} {form}"
     return _build(name, kernel, signature, constants, options=options, expect=expect)
 

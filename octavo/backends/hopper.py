@@ -8,17 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from octavo import work_item
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.backends.launch import Launcher, alignment, on_device_of
+from octavo.backends.portable import planned
 from octavo.backends.tensor_maps import RUNS_NEVER, TensorMaps, box_rows, run_form
 from octavo.backends.triton import TritonBackend
+from octavo.planning.form import PlanLayout
 from octavo.planning.tiles import LARGE_ROWS, SMALL_ROWS
 from octavo.problem import Arch, AttentionSpec
 from octavo.shapes import Tensor
 
 HEAD_DIMS = (64, 128, 256)
+CUT_HEAD_DIM = 128  # the longest whose tiles may be cut: combining the parts of longer ones takes too many registers
 DTYPES = (torch.bfloat16, torch.float16)
 UNIT = 8  # elements in 16 bytes, in which the kernel counts
 MAX_UNITS, MAX_ROWS = 1 << 32, 1 << 31
@@ -47,11 +49,15 @@ class HopperBackend(TritonBackend):
         return rows if rows == SMALL_ROWS else LARGE_ROWS
 
     def workers(self, spec: AttentionSpec, block_m: int, arch: Arch) -> int:
-        return 0 if block_m == LARGE_ROWS else super().workers(spec, block_m, arch)
+        if block_m == LARGE_ROWS and spec.head_dim > CUT_HEAD_DIM:
+            return 0
+        return super().workers(spec, block_m, arch)
 
     def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
         if block_m == LARGE_ROWS and _is_addressable(call):
-            _launch(call, plan)
+            assert call.form is not None
+            config, layout = planned(call.spec, call.form, self.tuning.split, call.batch.is_dense, plan.numel())[1:]
+            _launch(call, plan, layout, config.split.cuts)
         else:
             super().attend_tiles(call, plan, block_m)
 
@@ -97,7 +103,7 @@ def _is_addressable(call: AttentionCall) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def attention_constants(spec: AttentionSpec, runs: int) -> tuple[dict[str, int], dict[str, int]]:
+def attention_constants(spec: AttentionSpec, runs: int, cuts: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     """(constexprs, compiler options) of the sm_90 kernel."""
     wide = spec.head_dim == 256
     constants = {
@@ -111,13 +117,14 @@ def attention_constants(spec: AttentionSpec, runs: int) -> tuple[dict[str, int],
         "SLOTS": 1 if wide else 2,
         "STAGES": 2,
         "FENCE": False,
+        "CUTS": cuts,
         "ATTEND_REGISTERS": 232 if wide else 216,
         "LOAD_REGISTERS": 40 if wide else 72,
     }
     return constants, {"num_warps": 4}
 
 
-def _launch(call: AttentionCall, plan: Tensor) -> None:
+def _launch(call: AttentionCall, plan: Tensor, layout: PlanLayout, cuts: bool) -> None:
     q, k_cache, v_cache, out, lse, table = call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table
     with on_device_of(q):
         runs = run_form(k_cache)
@@ -131,12 +138,11 @@ def _launch(call: AttentionCall, plan: Tensor) -> None:
             # A masked score, -inf, times 0 would be NaN; the backend has made the scale positive.
             scale_log2 = max(scale_log2, TINY_SCALE)
         scale = (call.scale_tensor, plan if maps is None else maps, scale_log2)
-        counts = (q.shape[0], k_cache.shape[0], *units, *lse.stride())
+        counts = (q.shape[0], k_cache.shape[0], layout.capacity, layout.states, *units, *lse.stride())
         arguments = (q, k_cache, v_cache, out, lse, plan, table, *scale, *counts)
-        constants, options = attention_constants(call.spec, runs)
-        key = (call.spec, runs, table.dtype, call.scale_tensor is None, q.device)
-        room = (plan.numel() - work_item.HEADER_WORDS) // work_item.ITEM_WORDS
-        ATTENTION((min(arch_of(q.device).num_sms, room), 1, 1), key, arguments, constants, options)
+        constants, options = attention_constants(call.spec, runs, cuts)
+        key = (call.spec, runs, cuts, table.dtype, call.scale_tensor is None, q.device)
+        ATTENTION((min(arch_of(q.device).num_sms, layout.capacity), 1, 1), key, arguments, constants, options)
 
 
 def _cache_strides(cache: Tensor) -> tuple[int, int, int]:

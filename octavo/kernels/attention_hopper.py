@@ -14,6 +14,7 @@ from octavo.kernels.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from octavo.kernels.hopper_combine import combine_states, ends_last, store_state
 from octavo.kernels.hopper_program import (
     ATTENDING_WARPS,
     BLOCK_M,
@@ -29,6 +30,7 @@ from octavo.kernels.hopper_program import (
     LINE,
     LOADING_THREADS,
     NUM_ITEMS,
+    NUM_SPLITS,
     Q_LEN,
     Q_START,
     ROW_BEGIN,
@@ -44,6 +46,7 @@ from octavo.kernels.hopper_program import (
     Cache,
     Config,
     Program,
+    packed_rows,
 )
 
 # Loading
@@ -58,7 +61,7 @@ def publish_item(p, n, index, num_items, enabled, IS_INSIDE: gl.constexpr):
     word = ptx.lane() % ITEM_WORDS
     there = index < num_items
     value = gl.load(p.plan + (HEADER_WORDS + index.to(gl.int64) * ITEM_WORDS + word), mask=there | IS_INSIDE, other=0)
-    value = gl.where(word == THERE, there.to(gl.int32), value)
+    value = gl.where(word == THERE, gl.where(there, index + 1, 0), value)
     p.items.acquire(n)
     ptx.store_words_and_arrive(p.config.WORDS, p.item(n).offset + 4 * word, value, p.items.FULL, 8 * p.items.stage(n),
                                enabled)  # fmt: skip
@@ -223,13 +226,6 @@ def mask_keys(s, first_key, limit):
 
 
 @gluon.jit
-def packed_rows(p, item, rows):
-    """(token in sequence, query head) of rows of an item."""
-    row = item.word(ROW_BEGIN) + rows
-    return row // p.config.GROUP, item.word(KV_HEAD) * p.config.GROUP + row % p.config.GROUP
-
-
-@gluon.jit
 def accumulator_rows(p):
     """[ROWS], of a warpgroup's scores."""
     return ptx.accumulator_rows(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, p.config.S_LAYOUT)))
@@ -363,20 +359,43 @@ def attend_item(p, item, n, first, scale, flag, WG: gl.constexpr):
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
     peak = gl.convert_layout(gl.max(m, 1), ROW)
     lse = gl.where(empty, float("-inf"), peak + gl.log2(gl.where(empty, 1.0, total)))
-    store_lse(p, item, WG * ROWS, lse)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     p.values.release(last)
     result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-    # Through Q's place in shared memory, so that whole rows are written at once.
+    if C.CUTS:
+        if item.word(NUM_SPLITS) > 1:
+            store_part(p, item, q, result, lse, WG)
+        else:
+            store_tile(p, item, q, result, lse, WG)
+    else:
+        store_tile(p, item, q, result, lse, WG)
+
+
+@gluon.jit
+def store_tile(p, item, q, result, lse, WG: gl.constexpr):
+    """Write a warpgroup's rows: through Q's place in shared memory, so that whole rows are written at once."""
+    C = p.config
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    store_lse(p, item, WG * ROWS, lse)
     q.store(result.to(C.dtype))
     store_out(p, item, WG * ROWS, q.load(COPY), COPY)
+
+
+@gluon.jit
+def store_part(p, item, q, result, lse, WG: gl.constexpr):
+    """Write a warpgroup's partial state; where it is the last of its tile, the tile's rows from all."""
+    ROW: gl.constexpr = gl.SliceLayout(1, p.config.O_LAYOUT)
+    rows = WG * ROWS + gl.convert_layout(accumulator_rows(p), ROW)
+    store_state(p, item, rows, result, gl.convert_layout(lse, ROW))
+    if ends_last(p, item, WG):
+        total, total_lse = combine_states(p, item, rows, p.config.O_LAYOUT)
+        store_tile(p, item, q, total, gl.convert_layout(total_lse, gl.SliceLayout(1, p.config.S_LAYOUT)), WG)
 
 
 @gluon.jit
 def attend(p, WG: gl.constexpr):
     """An attending warpgroup."""
     C = p.config
-    ROW: gl.constexpr = gl.SliceLayout(1, C.S_LAYOUT)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
     scale = p.scale
     if C.SIGNED:
@@ -393,7 +412,8 @@ def attend(p, WG: gl.constexpr):
             count += num_blocks
         else:
             for tile in range(0, item.word(ROW_COUNT), BLOCK_M):
-                store_lse(p, item, tile + WG * ROWS, gl.full([ROWS], float("-inf"), gl.float32, ROW))
+                no_key = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
+                store_lse(p, item, tile + WG * ROWS, no_key)
                 store_out(p, item, tile + WG * ROWS, gl.zeros([ROWS, C.D], C.dtype, COPY), COPY)
         # All four warps are done with the item and with Q's place.
         partition_barrier()
@@ -401,25 +421,28 @@ def attend(p, WG: gl.constexpr):
         n += 1
 
 
-_COUNTS = ("scale_log2 num_tokens num_pages q_token_stride q_head_stride k_page_stride k_token_stride k_head_stride "
-           "v_page_stride v_token_stride v_head_stride out_token_stride out_head_stride lse_token_stride "
-           "lse_head_stride")  # fmt: skip
+_COUNTS = ("scale_log2 num_tokens num_pages states_begin num_states q_token_stride q_head_stride k_page_stride "
+           "k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride out_token_stride out_head_stride "
+           "lse_token_stride lse_head_stride")  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_COUNTS.split(), do_not_specialize_on_alignment=["plan", "page_table", "lse", "scale"])
 def attention_hopper_kernel(
         q, k_cache, v_cache, out, lse, plan, page_table, scale, tensor_maps, scale_log2, num_tokens, num_pages,
-        q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
-        v_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
-        GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr, BOX_ROWS: gl.constexpr,
-        BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
+        states_begin, num_states, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+        v_page_stride, v_token_stride, v_head_stride, out_token_stride, out_head_stride, lse_token_stride,
+        lse_head_stride,
+        GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, RUNS: gl.constexpr,
+        BOX_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
+        CUTS: gl.constexpr,
         ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):  # fmt: skip
     """Grid: CTAs, at most as many as the plan has room for items; each takes items until none is left.
 
     Strides of lse are in elements, others in 16 bytes. scale_log2 > 0; with a pointer `scale`, times that, of any sign.
-    tensor_maps holds the TMA descriptors of K and of V (128 bytes each).
+    tensor_maps holds the TMA descriptors of K and of V (128 bytes each). Partial states, if tiles have CUTS, lie
+    states_begin places after the items' begin.
     """
-    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None,
+    config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None, CUTS,
                     q.dtype.element_ty)  # fmt: skip
     LINES: gl.constexpr = config.CONTROL // LINE + 1
     arena = gl.allocate_shared_memory(gl.bfloat16, [LINES, LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -429,7 +452,8 @@ def attention_hopper_kernel(
     p = Program(config, arena,
                 Cache(k_cache.to(gl.int64), k_page_stride, k_token_stride, k_head_stride, maps),
                 Cache(v_cache.to(gl.int64), v_page_stride, v_token_stride, v_head_stride, maps + 128),
-                q, out, lse, plan, page_table, scale_log2, num_tokens, num_pages, q_token_stride, q_head_stride,
+                q, out, lse, plan, page_table, scale_log2, num_tokens, num_pages, states_begin, num_states,
+                q_token_stride, q_head_stride,
                 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride)  # fmt: skip
     # Gluon's own barrier is not used; it shows in the PTX whether the arena starts where the primitives assume it.
     mbarrier.init(arena.index(config.CONTROL // LINE)._reinterpret(gl.int64, [1], mbarrier.MBarrierLayout()), count=1)

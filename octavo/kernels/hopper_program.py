@@ -6,7 +6,7 @@ from octavo.kernels.gluon_compat import aggregate, gl, gluon
 
 HEADER_WORDS = gl.constexpr(layout.HEADER_WORDS)
 NUM_ITEMS = gl.constexpr(layout.NUM_ITEMS)
-ITEMS_TAKEN = gl.constexpr(8)
+ITEMS_TAKEN = gl.constexpr(layout.ITEMS_TAKEN)
 ITEM_WORDS = gl.constexpr(layout.ITEM_WORDS)
 Q_START = gl.constexpr(layout.Q_START)
 Q_LEN = gl.constexpr(layout.Q_LEN)
@@ -19,7 +19,11 @@ KEY_BEGIN = gl.constexpr(layout.KEY_BEGIN)
 KEY_END = gl.constexpr(layout.KEY_END)
 FULL_END = gl.constexpr(layout.FULL_END)
 ROW_COUNT = gl.constexpr(layout.ROW_COUNT)
-THERE = gl.constexpr(layout.ITEM_WORDS - 1)  # set in shared memory only: 0 says that no item is left
+SPLIT = gl.constexpr(layout.SPLIT)
+NUM_SPLITS = gl.constexpr(layout.NUM_SPLITS)
+SLOT = gl.constexpr(layout.SLOT)
+ARRIVED = gl.constexpr(layout.ARRIVED)
+THERE = gl.constexpr(layout.ARRIVED)  # in shared memory: 1 + the item's place in the plan; 0 says that none is left
 
 ROWS = gl.constexpr(64)  # of one attending warpgroup
 WARPGROUPS = gl.constexpr(2)
@@ -49,6 +53,7 @@ class Config:
     STAGES: gl.constexpr
     FENCE: gl.constexpr
     SIGNED: gl.constexpr
+    CUTS: gl.constexpr
     dtype: gl.constexpr
     Q_TILE_BYTES: gl.constexpr
     KV_TILE_BYTES: gl.constexpr
@@ -57,11 +62,12 @@ class Config:
     CONTROL: gl.constexpr
     WORDS: gl.constexpr
     FLAGS: gl.constexpr
+    LAST: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, SIGNED, dtype):
+    def __init__(self, GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, SIGNED, CUTS, dtype):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
@@ -73,6 +79,7 @@ class Config:
         self.STAGES = gl.constexpr(STAGES)
         self.FENCE = gl.constexpr(FENCE)
         self.SIGNED = gl.constexpr(SIGNED)
+        self.CUTS = gl.constexpr(CUTS)
         self.dtype = gl.constexpr(dtype)
         q_bytes, kv_bytes = 64 * D * 2, BLOCK_N * D * 2
         self.Q_TILE_BYTES = gl.constexpr(q_bytes)
@@ -83,6 +90,7 @@ class Config:
         self.CONTROL = gl.constexpr(control)
         self.WORDS = gl.constexpr(control + 256)
         self.FLAGS = gl.constexpr(control + 512)
+        self.LAST = gl.constexpr(control + 576)
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
         self.O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
 
@@ -212,6 +220,8 @@ class Program:
     scale: gl.tensor
     num_tokens: gl.tensor
     num_pages: gl.tensor
+    states_begin: gl.tensor
+    num_states: gl.tensor
     q_token_stride: gl.tensor
     q_head_stride: gl.tensor
     out_token_stride: gl.tensor
@@ -221,8 +231,8 @@ class Program:
 
     @gluon.constexpr_function
     def __init__(self, config, arena, k_cache, v_cache, q, out, lse, plan, page_table, scale, num_tokens, num_pages,
-                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
-                 lse_head_stride):  # fmt: skip
+                 states_begin, num_states, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+                 lse_token_stride, lse_head_stride):  # fmt: skip
         self.config = config
         self.arena = arena
         control = config.CONTROL.value
@@ -240,6 +250,8 @@ class Program:
         self.scale = scale
         self.num_tokens = num_tokens
         self.num_pages = num_pages
+        self.states_begin = states_begin
+        self.num_states = num_states
         self.q_token_stride = q_token_stride
         self.q_head_stride = q_head_stride
         self.out_token_stride = out_token_stride
@@ -277,3 +289,10 @@ class Program:
         """Wait for the CTA's n-th item; False when there is none."""
         self.items.wait_full(n)
         return self.item(n).word(THERE) != 0
+
+
+@gluon.jit
+def packed_rows(p, item, rows):
+    """(token in sequence, query head) of rows of an item."""
+    row = item.word(ROW_BEGIN) + rows
+    return row // p.config.GROUP, item.word(KV_HEAD) * p.config.GROUP + row % p.config.GROUP

@@ -210,6 +210,36 @@ def take_number(counter, last, enabled):
     return gl.inline_asm_elementwise(text, "=&r,l,r,r", [counter, last, enabled], gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _count_arrival(place):
+    return f"""{{
+        .reg .pred on;
+        .reg .b32 thread, seen, zero;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 on, thread, 0;
+        mov.b32 seen, 0;
+        mov.b32 zero, 0;
+        @on atom.global.acq_rel.gpu.add.u32 seen, [$1], 1;
+        setp.eq.u32.and on, seen, $2, on;
+        @on st.global.relaxed.gpu.u32 [$1], zero;
+        selp.b32 seen, 1, 0, on;
+        setp.eq.u32 on, thread, 0;
+        @on st.shared.b32 [global_smem+{place}], seen;
+        mov.b32 $0, 0;
+    }}"""
+
+
+@gluon.jit
+def count_arrival(counter, last, PLACE: gl.constexpr):
+    """A warpgroup's first thread adds 1 and leaves in shared memory whether it saw `last`; then it resets the counter.
+
+    What the warpgroup wrote before its last barrier is released; what others released is acquired, after the next.
+    """
+    text: gl.constexpr = _count_arrival(PLACE)
+    gl.inline_asm_elementwise(text, "=r,l,r", [counter, last], gl.int32, is_pure=False, pack=1)
+
+
 # tiles: 32 rows for each warp, in blocks of 64 columns (128 bytes), 128-byte swizzle
 
 
