@@ -15,7 +15,7 @@ INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 COMBINED_ROWS = 8
-COMBINED_REGISTERS = 64
+COMBINED_REGISTERS = 32
 """Elements of partial states that a thread holds at a time when it combines them."""
 
 

@@ -56,7 +56,7 @@ def combine_states(states, first, count, place, out, lse, num_tokens, out_stride
             safe = tl.where(top == float("-inf"), 0.0, top)
             total = tl.zeros([COMBINED_ROWS], tl.float32)
             mixed = tl.zeros([COMBINED_ROWS, DV_PADDED], tl.float32)
-            for start in range(0, count, PARTS):
+            for start in tl.range(0, count, PARTS, num_stages=4):
                 part = start + tl.arange(0, PARTS)
                 mask = (part < count)[:, None] & inside[None, :]
                 at = part[:, None] * BLOCK_M + row[None, :]

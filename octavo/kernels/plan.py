@@ -38,9 +38,10 @@ ARRIVED = tl.constexpr(layout.ARRIVED)
 @triton.jit
 def by_list(is_small, main, small, C: tl.constexpr):
     """The value of a sequence's list."""
-    if C.SMALL_M == 0:
-        return main
-    return tl.where(is_small, small, main)
+    value = main
+    if C.SMALL_M > 0:
+        value = tl.where(is_small, small, main)
+    return value
 
 
 @triton.jit
@@ -119,11 +120,12 @@ def limits_of(main_work, small_work, C: tl.constexpr):
 @triton.jit
 def list_parts(kv_len, limit, S: tl.constexpr):
     blocks = tl.cdiv(kv_len, S.KEY_BLOCK)
+    parts = blocks * 0 + 1
     if S.FIXED_BLOCKS > 0:
-        return tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, S.FIXED_PARTS), S.FIXED_BLOCKS)), 1)
-    if S.WORKERS > 0:
-        return tl.maximum(tl.cdiv(blocks, limit), 1)
-    return blocks * 0 + 1
+        limit = tl.maximum(tl.cdiv(blocks, S.FIXED_PARTS), S.FIXED_BLOCKS)
+    if S.FIXED_BLOCKS + S.WORKERS > 0:
+        parts = tl.maximum(tl.cdiv(blocks, limit), 1)
+    return parts
 
 
 @triton.jit
