@@ -1,5 +1,7 @@
 """The public operator: `run` and `attend` for one call, `BatchAttention` for a plan that many layers share."""
 
+from typing import Any
+
 import torch
 
 from octavo import ops
@@ -31,6 +33,7 @@ def run(
     *,
     last_page_len: PerSequence | None = None,
     causal: bool = True,
+    batch_invariant: bool = False,
     validate: bool = False,
     backend: str | None = None,
 ) -> tuple[Output, LogSumExp]:
@@ -46,6 +49,8 @@ def run(
         sm_scale: float or 0-d tensor multiplied with q k^T; None means 1 / sqrt(head_dim).
         last_page_len: [sequences], keys in each sequence's last page; required when page_size > 1.
         causal: query i of a sequence sees keys j <= i + kv_len - q_len (bottom-right aligned).
+        batch_invariant: a sequence's result does not depend, to the bit, on the rest of the batch. Long keys of few
+            queries are then cut into at most 16 parts, by their number alone.
         validate: also check index values on a GPU, which synchronises; on the CPU they always are.
         backend: name of the backend to use; None chooses (see `octavo info`).
 
@@ -64,7 +69,14 @@ def run(
     """
     batch = PagedBatch.csr(qo_indptr, kv_indptr, kv_indices, last_page_len)
     return attend(
-        q, PagedKV(k_cache, v_cache), batch, sm_scale=sm_scale, causal=causal, validate=validate, backend=backend
+        q,
+        PagedKV(k_cache, v_cache),
+        batch,
+        sm_scale=sm_scale,
+        causal=causal,
+        batch_invariant=batch_invariant,
+        validate=validate,
+        backend=backend,
     )
 
 
@@ -75,6 +87,7 @@ def attend(
     *,
     sm_scale: float | Tensor | None = None,
     causal: bool = True,
+    batch_invariant: bool = False,
     validate: bool = False,
     backend: str | None = None,
 ) -> tuple[Output, LogSumExp]:
@@ -82,22 +95,27 @@ def attend(
     spec = spec_of(q, kv, causal)
     check_call(spec, q, kv, batch)
     if q.device.type == "cpu" and torch.cuda.is_available() and backend != "cpu":
-        return _attend_on_gpu(q, kv, batch, sm_scale=sm_scale, causal=causal, backend=backend)
+        options = {"causal": causal, "batch_invariant": batch_invariant, "backend": backend}
+        return _attend_on_gpu(q, kv, batch, sm_scale, options)
     scale, scale_tensor = check_scale(sm_scale, spec.default_scale, q.device)
     if _reads_values(q, validate):
         check_values(spec, batch, q.shape[0], kv.num_pages)
     inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), None, scale_tensor, scale)
+    form: tuple[int, ...] = ()
+    if batch_invariant:
+        arch = arch_of(q.device)
+        form = resolve(spec, arch, backend).backend.plan_form(spec, q.shape[0], batch, arch, True) or ()
     operator = ops.attention if ops.is_traced(q) else ops.attention_now
-    return operator(*inputs, causal=causal, backend=backend or "")
+    return operator(*inputs, causal=causal, backend=backend or "", form=form)
 
 
 def _attend_on_gpu(
-    q: Queries, kv: PagedKV, batch: PagedBatch, *, sm_scale: float | Tensor | None, causal: bool, backend: str | None
+    q: Queries, kv: PagedKV, batch: PagedBatch, sm_scale: float | Tensor | None, options: dict[str, Any]
 ) -> tuple[Output, LogSumExp]:
     if _reads_values(q, False):
-        check_values(spec_of(q, kv, causal), batch, q.shape[0], kv.num_pages)
+        check_values(spec_of(q, kv, options["causal"]), batch, q.shape[0], kv.num_pages)
     moved = PagedKV(kv.k_cache.cuda(), kv.v_cache.cuda())
-    out, lse = attend(q.cuda(), moved, batch.to("cuda"), sm_scale=sm_scale, causal=causal, backend=backend)
+    out, lse = attend(q.cuda(), moved, batch.to("cuda"), sm_scale=sm_scale, **options)
     return out.cpu(), lse.cpu()
 
 
@@ -114,6 +132,7 @@ class BatchAttention:
         max_tokens: upper bound on query tokens (rows of q). With max_sequences it sizes the workspace once, as CUDA
             graphs need; without, `plan` needs num_tokens on a GPU and the workspace grows.
         max_sequences: upper bound on sequences.
+        batch_invariant: as in `run`.
         backend: name of the backend to use; None chooses.
 
     >>> import torch
@@ -132,6 +151,7 @@ class BatchAttention:
         device: torch.device | str | None = None,
         max_tokens: int | None = None,
         max_sequences: int | None = None,
+        batch_invariant: bool = False,
         backend: str | None = None,
     ) -> None:
         self.spec = spec
@@ -140,6 +160,7 @@ class BatchAttention:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.choice: Choice = resolve(spec, arch_of(self.device), backend)
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
+        self.batch_invariant = batch_invariant
         self._workspace = torch.empty(0, dtype=torch.int32, device=self.device)
         self._batch: PagedBatch | None = None
         self._num_tokens = 0
@@ -165,7 +186,7 @@ class BatchAttention:
         if self.max_sequences is not None and batch.num_sequences > self.max_sequences:
             fail("batch", f"at most max_sequences={self.max_sequences}", batch.num_sequences, "raise max_sequences")
         backend = self.choice.backend
-        form = backend.plan_form(self.spec, tokens, batch, arch_of(self.device))
+        form = backend.plan_form(self.spec, tokens, batch, arch_of(self.device), self.batch_invariant)
         if form is not None:
             if backend.plan_words(self.spec, tokens, batch.num_sequences, form) > self._workspace.numel():
                 self._reserve(tokens, batch.num_sequences)
@@ -199,7 +220,8 @@ class BatchAttention:
 
     def _reserve(self, tokens: int, sequences: int) -> None:
         tokens, sequences = max(tokens, self.max_tokens or 0), max(sequences, self.max_sequences or 0)
-        words = self.choice.backend.max_plan_words(self.spec, tokens, sequences, arch_of(self.device))
+        arch = arch_of(self.device)
+        words = self.choice.backend.max_plan_words(self.spec, tokens, sequences, arch, self.batch_invariant)
         self._workspace = torch.empty(words, dtype=torch.int32, device=self.device)
 
     def run(

@@ -113,7 +113,7 @@ def test_states_have_places_of_their_own_inside_the_workspace(pairs, heads, conf
         used = Counter(x.slot + x.split for x in items if x.num_splits > 1 and x.row_count)
         assert all(n == 1 for n in used.values())
         assert all(slot < room for slot in used)
-        assert room <= (2 * split.fixed_parts * tiles if split.fixed_blocks else 0) + 4 * split.workers
+        assert room <= (split.fixed_parts * tiles if split.fixed_blocks else 4 * split.workers)
     assert len(lists.main) + len(lists.small) <= layout.capacity
 
 

@@ -1,14 +1,16 @@
 """Keys of a tile cut into parts, their states combined by whichever program ends last: on small shapes, with parts as
 short as can be."""
 
+import itertools
 import os
+import random
 
 import pytest
 import torch
 from inputs import FP16, FP32, I64, Case, build
 from tolerance import assert_matches
 
-from octavo import work_item
+from octavo import PagedBatch, work_item
 from octavo.backends import AttentionCall, arch_of
 from octavo.backends.portable import COUNTERS, Tuning
 from octavo.backends.triton import TritonBackend
@@ -96,6 +98,41 @@ def test_planning_inside_is_planning_before(case):
         assert_matches(problem, inside.out, inside.lse)
         assert torch.equal(inside.out, planned.out) and torch.equal(inside.lse, planned.lse)
     assert not COUNTERS.take(1, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")).any()
+
+
+def alone(problem, case, sequence, cumulative):
+    """The sequence-th sequence of a problem as a batch of its own, over the same cache."""
+    first, last = cumulative[sequence], cumulative[sequence + 1]
+    b = problem.batch
+    pages = slice(int(b.kv_indptr[sequence]), int(b.kv_indptr[sequence + 1]))
+    ends = torch.tensor([0, pages.stop - pages.start], dtype=b.kv_indptr.dtype, device=DEVICE)
+    starts = torch.tensor([0, last - first], dtype=b.qo_indptr.dtype, device=DEVICE)
+    batch = PagedBatch.csr(starts, ends, b.page_table[pages].clone(), b.last_page_len[sequence : sequence + 1])
+    return problem.with_(q=problem.q[first:last], batch=batch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_invariant_results_do_not_depend_on_neighbours(seed):
+    """To the bit: each sequence alone, and in a batch of others, some of which would change its tiles or cuts."""
+    rng = random.Random(seed)
+    qo_lens = tuple(rng.choice([1, 1, 2, 30]) for _ in range(5))
+    kv_lens = tuple(q + rng.choice([0, 5, 60, 200]) for q in qo_lens)
+    case = Case("n", qo_lens, kv_lens, heads=(8, 2), dims=(32, 32), page_size=2, padding=0, dtype=FP16, seed=seed)
+    problem = build(case, DEVICE)
+    arch, cumulative = arch_of(torch.device(DEVICE)), [0, *itertools.accumulate(qo_lens)]
+
+    def attend(p):
+        form = BACKEND.plan_form(p.spec, p.q.shape[0], p.batch, arch, batch_invariant=True)
+        call = call_of(p, None, form)
+        BACKEND.attend(call)
+        return call.out, call.lse
+
+    together = attend(problem)
+    assert_matches(problem, *together)
+    for i in range(len(qo_lens)):
+        rows = slice(cumulative[i], cumulative[i + 1])
+        for got, want in zip(attend(alone(problem, case, i, cumulative)), together, strict=True):
+            assert torch.equal(got, want[rows])
 
 
 def test_batches_that_can_not_be_cut_take_no_workspace():

@@ -78,8 +78,10 @@ def fused_qkv(p: Inputs) -> Inputs:
 def planned(target: Target) -> str:
     """One workspace serves batches of other lengths; plan and run give the bits of a single call."""
     spec = target.fit(SPEC)
-    bound = {"max_tokens": MIXED.num_tokens + PADDING_ROWS, "max_sequences": len(MIXED.qo_lens)}
-    attention = BatchAttention(spec, device=target.device, backend=target.backend, **bound)
+    max_tokens, max_sequences = MIXED.num_tokens + PADDING_ROWS, len(MIXED.qo_lens)
+    attention = BatchAttention(
+        spec, device=target.device, max_tokens=max_tokens, max_sequences=max_sequences, backend=target.backend
+    )
     for workload in (MIXED, DEAD, MIXED):
         p = poisoned(workload, spec, target)
         out, lse = (torch.full_like(x, math.nan) for x in target.attend(p))

@@ -45,7 +45,7 @@ class SplitConfig:
 
     def states(self, tiles: int) -> int:
         """Partial states at most: a tile of S > 1 parts has S, at most twice its S - 1 extra items."""
-        return 2 * (self.extra_items + self.extra_per_tile * tiles)
+        return self.fixed_parts * tiles if self.fixed_blocks else 2 * self.extra_items
 
 
 NEVER_CUT = SplitConfig()
