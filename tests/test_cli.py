@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import octavo
 from octavo import AttentionSpec
 from octavo.aot import CompiledReport, compile_build, parse_arch, read_sass, unmet
+from octavo.backends import BACKENDS
 from octavo.backends.catalog import KernelBuild
 from octavo.bench.workloads import Workload, make_inputs
 from octavo.cli import execute, jobs
@@ -223,8 +225,11 @@ def test_check_says_what_is_not_served():
 def test_info(cli):
     result = cli("info")
     assert result.exit_code == 0
-    for said in (octavo.__version__, torch.__version__, "backends on cpu", "triton", "first in order of preference"):
+    for said in (octavo.__version__, torch.__version__, "backends on cpu", "first in order of preference"):
         assert said in result.stdout
+    for backend in BACKENDS:
+        assert re.search(rf"^\W*{backend.name}\s", result.stdout, re.MULTILINE)
+    assert "needs compute capability 9.0" in " ".join(result.stdout.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["check"], ["info"], ["compile"]])
