@@ -211,7 +211,7 @@ def plan_on_device(spec, batch, num_tokens, form, choice=SplitChoice()):  # noqa
     words = backend.plan_words(spec, num_tokens, batch.num_sequences, form)
     plan = torch.full((words,), -1, dtype=torch.int32, device=batch.device)
     backend.plan(spec, batch, num_tokens, form, plan)
-    return read_plan(spec, plan, backend.config(form))
+    return read_plan(spec, plan, backend.tuning.config(form))
 
 
 def model(spec, shapes, form, choice=SplitChoice()):  # noqa: B008
@@ -316,4 +316,4 @@ def test_falling_indptr_does_not_outgrow_the_plan():
     guarded = torch.full((words + 4096,), -1, dtype=torch.int32, device=DEVICE)
     backend.plan(spec, batch, 100, form, guarded[:words])
     assert (guarded[words:] == -1).all()
-    assert int(guarded[work_item.NUM_ITEMS]) <= max_items(spec, 100, 39, backend.config(form))
+    assert int(guarded[work_item.NUM_ITEMS]) <= max_items(spec, 100, 39, backend.tuning.config(form))

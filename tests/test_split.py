@@ -64,7 +64,7 @@ def poisoned_plan(problem, form):
 
 def num_parts(problem, plan, form):
     """Items that are one of several parts, in both lists."""
-    capacity = layout_of(problem.spec, plan.numel(), BACKEND.config(form)).capacity
+    capacity = layout_of(problem.spec, plan.numel(), EAGER.config(form)).capacity
     items = plan[work_item.HEADER_WORDS :][: capacity * work_item.ITEM_WORDS].view(capacity, -1)
     main, small = int(plan[work_item.NUM_ITEMS]), int(plan[work_item.NUM_SMALL_ITEMS])
     written = torch.cat([items[:main], items[capacity - small :]])
@@ -139,5 +139,5 @@ def test_batches_that_can_not_be_cut_take_no_workspace():
     backend, arch = TritonBackend(), arch_of(torch.device(DEVICE))
     problem = build(Case("short", (1, 1), (20, 30), dtype=FP16), DEVICE)
     form = backend.plan_form(problem.spec, 2, problem.batch, arch)
-    assert not backend.config(form).split.cuts
+    assert not backend.tuning.config(form).split.cuts
     assert backend.plan_words(problem.spec, 2, 2, form) < 1000

@@ -15,8 +15,8 @@ INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 COMBINED_ROWS = 8
-COMBINED_REGISTERS = 32
-"""Elements of partial states that a thread holds at a time when it combines them."""
+COMBINED_BYTES = 16 << 10
+"""Partial states that are copied to shared memory at a time when they are combined; three such copies are under way."""
 
 
 class ListConstants(NamedTuple):
@@ -77,7 +77,7 @@ def attention_constants(
 ) -> tuple[dict[str, int | str], dict[str, int]]:
     """(constexprs that the attention kernels share, compiler options)."""
     width = next_power_of_2(spec.v_dim)
-    parts = COMBINED_REGISTERS * 32 * tile.num_warps // (COMBINED_ROWS * width)
+    parts = COMBINED_BYTES // (COMBINED_ROWS * width * 4)
     constants: dict[str, int | str] = {
         "GROUP": spec.group_size,
         "CAUSAL": spec.causal,

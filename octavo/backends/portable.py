@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +23,9 @@ INLINE = Launcher("octavo.kernels.attention", "attention_inline_kernel")
 COUNTERS = Zeros()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tuning:
-    """What an experiment may vary; the defaults are what is used."""
+    """What an experiment may vary; the defaults are what is used. Compiled forms go by identity."""
 
     split: SplitChoice = field(default_factory=SplitChoice)
     small_tile: TileConfig | None = None
@@ -37,13 +37,43 @@ class Tuning:
     inline: bool = True
     """Whether small batches are planned in the attention kernel."""
 
-    @property
-    def tag(self) -> Hashable:
-        """Key part for compiled forms."""
-        return None if self is DEFAULT_TUNING else self
+    def config(self, form: PlanForm) -> ScheduleConfig:
+        return schedule_config(form, self.split)
 
 
 DEFAULT_TUNING = Tuning()
+
+
+class Bounds(NamedTuple):
+    """What launches follow from, besides the problem: all from shapes."""
+
+    arch: Arch
+    num_tokens: int
+    num_sequences: int
+    dense: bool
+    same_strides: bool
+
+
+class ListLaunch(NamedTuple):
+    """The attention kernel over one list of a plan, but for the tensors."""
+
+    items: int
+    scalars: tuple[int, int, int]
+    """Place of the list's first item, or -1; where its partial states begin; how many there is room for."""
+    key: Hashable
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+class InlineLaunch(NamedTuple):
+    """The attention kernel that plans by itself, but for the tensors."""
+
+    items: int
+    num_states: int
+    state_words: int
+    key: Hashable
+    constants: dict[str, Any]
+    options: dict[str, int]
 
 
 def table_of(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
@@ -54,52 +84,73 @@ def table_of(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int
     return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
 
 
+def bounds_of(call: AttentionCall) -> Bounds:
+    same = call.k_cache.stride()[:3] == call.v_cache.stride()[:3]
+    return Bounds(arch_of(call.q.device), call.q.shape[0], call.batch.num_sequences, call.batch.is_dense, same)
+
+
 @functools.lru_cache(maxsize=1024)
 def planned(
-    spec: AttentionSpec, form: PlanForm, choice: SplitChoice, dense: bool, words: int
+    spec: AttentionSpec, form: PlanForm, tuning: Tuning, dense: bool, words: int
 ) -> tuple[PlanConstants, ScheduleConfig, PlanLayout]:
-    config = schedule_config(form, choice)
+    config = tuning.config(form)
     return plan_constants(spec, config, dense), config, layout_of(spec, words, config)
 
 
-def launch_list(
-    call: AttentionCall, plan: Tensor, block_m: int, where: tuple[ScheduleConfig, PlanLayout], tuning: Tuning
-) -> None:
-    """Attention over the list of a plan whose tiles have block_m rows."""
-    config, layout = where
+@functools.lru_cache(maxsize=4096)
+def list_launch(
+    spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bounds, block_m: int, words: int
+) -> ListLaunch:
+    _, config, layout = planned(spec, form, tuning, bounds.dense, words)
     is_small = block_m == config.small_m
     cuts = (config.small_split if is_small else config.split).cuts
+    tile, shared, options = _attention_form(spec, block_m, tuning, bounds, cuts)
     states = (layout.small_states_begin, layout.small_states) if is_small else (layout.capacity, layout.states)
-    inputs, strides, key = _inputs(call)
-    tile, shared, options = _form(call, block_m, cuts, tuning)
+    items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared}
     last_item = layout.capacity - 1 if is_small else -1
-    arguments = (*inputs[:5], plan, *inputs[5:], last_item, *states, *strides)
-    items = min(max_items(call.spec, call.q.shape[0], call.batch.num_sequences, config), layout.capacity)
-    with on_device_of(call.q):
-        key = (*key, tile, cuts, is_small, plan.data_ptr() & 15)
-        ATTENTION((items, 1, 1), key, arguments, constants, options)
+    return ListLaunch(items, (last_item, *states), (tile, cuts, is_small), constants, options)
 
 
-def launch_inline(call: AttentionCall, config: ScheduleConfig, tuning: Tuning) -> None:
-    """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planning inside the kernel."""
-    spec, batch, q = call.spec, call.batch, call.q
+@functools.lru_cache(maxsize=4096)
+def inline_launch(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bounds) -> InlineLaunch:
+    config = tuning.config(form)
     cuts = config.split.cuts
-    room = config.split.states(max_tiles(spec, q.shape[0], batch.num_sequences, SMALL_ROWS))
+    tile, shared, options = _attention_form(spec, SMALL_ROWS, tuning, bounds, cuts)
+    tiles = max_tiles(spec, bounds.num_tokens, bounds.num_sequences, SMALL_ROWS)
+    room = config.split.states(tiles) if cuts else 0
+    constants = {"C": inline_constants(spec, config, bounds.dense), **shared}
+    items = max_items(spec, bounds.num_tokens, bounds.num_sequences, config)
+    words = room * SMALL_ROWS * (spec.v_dim + 1)
+    return InlineLaunch(items, room, words, (tile, form, tuning, bounds.dense), constants, options)
+
+
+def launch_list(call: AttentionCall, plan: Tensor, block_m: int, tuning: Tuning) -> None:
+    """Attention over the list of a plan whose tiles have block_m rows."""
+    assert call.form is not None
+    launch = list_launch(call.spec, call.form, tuning, bounds_of(call), block_m, plan.numel())
+    inputs, strides, key = _inputs(call)
+    arguments = (*inputs[:5], plan, *inputs[5:], *launch.scalars, *strides)
+    with on_device_of(call.q):
+        key = (key, launch.key, plan.data_ptr() & 15)
+        ATTENTION((launch.items, 1, 1), key, arguments, launch.constants, launch.options)
+
+
+def launch_inline(call: AttentionCall, form: PlanForm, tuning: Tuning) -> None:
+    """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planning inside the kernel."""
+    batch, device = call.batch, call.q.device
+    launch = inline_launch(call.spec, form, tuning, bounds_of(call))
     states = counters = call.lse
-    if cuts:
-        states = torch.empty(room * SMALL_ROWS * (spec.v_dim + 1), dtype=torch.float32, device=q.device)
-        counters = COUNTERS.take(room, q.device)
+    if launch.num_states:
+        states = torch.empty(launch.state_words, dtype=torch.float32, device=device)
+        counters = COUNTERS.take(launch.num_states, device)
     table = table_of(batch)
     inputs, strides, key = _inputs(call)
-    tile, shared, options = _form(call, SMALL_ROWS, cuts, tuning)
-    constants = {"C": inline_constants(spec, config, batch.is_dense), **shared}
-    arguments = (*inputs, states, counters, room, *table, batch.num_sequences, *strides)
-    dtypes = tuple(None if x is None else x.dtype for x in table[:3])
-    items = max_items(spec, q.shape[0], batch.num_sequences, config)
-    with on_device_of(q):
-        key = (*key, tile, config, dtypes, batch.is_dense, alignment(call.lse))
-        INLINE((items, 1, 1), key, arguments, constants, options)
+    arguments = (*inputs, states, counters, launch.num_states, *table, batch.num_sequences, *strides)
+    dtypes = (table[0].dtype, table[1].dtype, None if table[2] is None else table[2].dtype)
+    with on_device_of(call.q):
+        key = (key, launch.key, dtypes, alignment(call.lse))
+        INLINE((launch.items, 1, 1), key, arguments, launch.constants, launch.options)
 
 
 def _inputs(call: AttentionCall) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Hashable, ...]]:
@@ -112,15 +163,13 @@ def _inputs(call: AttentionCall) -> tuple[tuple[Any, ...], tuple[Any, ...], tupl
     return inputs, strides, key
 
 
-def _form(
-    call: AttentionCall, block_m: int, cuts: bool, tuning: Tuning
+def _attention_form(
+    spec: AttentionSpec, block_m: int, tuning: Tuning, bounds: Bounds, cuts: bool
 ) -> tuple[TileConfig, dict[str, int | str], dict[str, int]]:
-    same = call.k_cache.stride()[:3] == call.v_cache.stride()[:3]
     override = tuning.small_tile if block_m == SMALL_ROWS else None
-    return attention_form(call.spec, block_m, arch_of(call.q.device), same, cuts, override)
+    return attention_form(spec, block_m, bounds.arch, bounds.same_strides, cuts, override)
 
 
-@functools.lru_cache(maxsize=256)
 def attention_form(
     spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool, cuts: bool, override: TileConfig | None = None
 ) -> tuple[TileConfig, dict[str, int | str], dict[str, int]]:
@@ -129,6 +178,5 @@ def attention_form(
     return (tile, *attention_constants(spec, tile, same_strides, cuts))
 
 
-@functools.lru_cache(maxsize=256)
 def inline_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> PlanConstants:
     return plan_constants(spec, config, dense)._replace(OTHERS=INLINE_SEQUENCES)

@@ -1,5 +1,6 @@
 """Portable Triton backend: launchers for every GPU that Triton serves, and for its interpreter."""
 
+import functools
 import importlib.util
 
 import torch
@@ -17,8 +18,8 @@ from octavo.backends.constants import (
 )
 from octavo.backends.launch import Launcher, alignment, on_device_of
 from octavo.backends.portable import DEFAULT_TUNING, Tuning, launch_inline, launch_list, planned, table_of
-from octavo.planning.form import PlanForm, needs_small_list, plan_words, schedule_config
-from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
+from octavo.planning.form import PlanForm, needs_small_list, plan_words
+from octavo.planning.schedule import max_items, max_tiles
 from octavo.planning.tiles import LARGE_ROWS, MEDIUM_ROWS, SMALL_ROWS, rows_per_tile
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
@@ -63,48 +64,40 @@ class TritonBackend:
     def plan_form(
         self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False
     ) -> PlanForm:
+        # Keys that one sequence may have, as far as shapes tell.
+        max_keys = batch.page_table.shape[-1] * spec.page_size
         if batch_invariant:
             block_m = self.block_m(spec, LARGE_ROWS, 1)
-            small_m = 0 if block_m == SMALL_ROWS else SMALL_ROWS
-            return self._form(spec, block_m, small_m, arch, batch_invariant)
-        block_m = self.block_m(spec, num_tokens, batch.num_sequences)
-        if _is_short(spec, num_tokens, batch, self.workers(spec, SMALL_ROWS, arch)):
-            block_m = SMALL_ROWS
-        small = needs_small_list(spec, num_tokens, batch.num_sequences, block_m)
-        form = self._form(spec, block_m, SMALL_ROWS if small else 0, arch)
-        if _max_keys(spec, batch) <= self.tuning.split.least_keys:
-            return form._replace(workers=0, small_workers=0)
-        return form
+            return self.form(spec, block_m, 0 if block_m == SMALL_ROWS else SMALL_ROWS, arch, True)
+        short, whole = max_keys <= SHORT_KEYS, max_keys <= self.tuning.split.least_keys
+        return _choose_form(self, spec, num_tokens, batch.num_sequences, (short, whole), arch)
 
-    def _form(
+    def form(
         self, spec: AttentionSpec, block_m: int, small_m: int, arch: Arch, batch_invariant: bool = False
     ) -> PlanForm:
         workers = self.workers(spec, block_m, arch)
         small_workers = self.workers(spec, small_m, arch) if small_m else 0
         return PlanForm(block_m, small_m, workers, small_workers, int(batch_invariant))
 
-    def config(self, form: PlanForm) -> ScheduleConfig:
-        return schedule_config(form, self.tuning.split)
-
     def plan_words(self, spec: AttentionSpec, num_tokens: int, num_sequences: int, form: PlanForm) -> int:
-        return plan_words(spec, num_tokens, num_sequences, self.config(form))
+        return _plan_words(spec, num_tokens, num_sequences, form, self.tuning)
 
     def max_plan_words(
         self, spec: AttentionSpec, num_tokens: int, num_sequences: int, arch: Arch, batch_invariant: bool = False
     ) -> int:
         """The most that plan_words says for any form that a batch of at most this size gets."""
         rows = {SMALL_ROWS, *(self.block_m(spec, tokens, 1) for tokens in (1, *range(16, LARGE_ROWS, 16), 4096))}
-        forms = [self._form(spec, m, SMALL_ROWS if m > SMALL_ROWS else 0, arch, batch_invariant) for m in rows]
+        forms = [self.form(spec, m, SMALL_ROWS if m > SMALL_ROWS else 0, arch, batch_invariant) for m in rows]
         return max(self.plan_words(spec, num_tokens, num_sequences, form) for form in forms)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
-        constants, config, layout = planned(spec, form, self.tuning.split, batch.is_dense, plan.numel())
+        constants, config, layout = planned(spec, form, self.tuning, batch.is_dense, plan.numel())
         programs = -(-(batch.num_sequences + 1) // OWN_SEQUENCES)
         items = min(max_items(spec, num_tokens, batch.num_sequences, config), layout.capacity)
         writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
         table = table_of(batch)
         dtypes = tuple(None if x is None else x.dtype for x in table[:3])
-        key = (spec, form, self.tuning.tag, plan.device, dtypes, batch.is_dense)
+        key = (spec, form, self.tuning, plan.device, dtypes, batch.is_dense)
         rooms = (layout.capacity, layout.states, layout.small_states)
         arguments = (plan, *table, num_tokens, batch.num_sequences, *rooms)
         with on_device_of(plan):
@@ -123,7 +116,7 @@ class TritonBackend:
         plan = call.plan
         if plan is None:
             if self._attends_inline(call, form):
-                launch_inline(call, self.config(form), self.tuning)
+                launch_inline(call, form, self.tuning)
                 return
             words = self.plan_words(call.spec, num_tokens, batch.num_sequences, form)
             plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
@@ -138,9 +131,7 @@ class TritonBackend:
 
     def attend_list(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
         """The portable kernel over the list of a plan whose tiles have block_m rows."""
-        assert call.form is not None
-        _, config, layout = planned(call.spec, call.form, self.tuning.split, call.batch.is_dense, plan.numel())
-        launch_list(call, plan, block_m, (config, layout), self.tuning)
+        launch_list(call, plan, block_m, self.tuning)
 
     def _attends_inline(self, call: AttentionCall, form: PlanForm) -> bool:
         """Whether every program of a small batch rather finds its own item than have them planned before."""
@@ -178,12 +169,29 @@ class TritonBackend:
             MERGE((-(-num_rows // MERGE_ROWS), 1, 1), key, arguments, constants)
 
 
-def _max_keys(spec: AttentionSpec, batch: PagedBatch) -> int:
-    """Keys that one sequence may have, as far as shapes tell."""
-    return batch.page_table.shape[-1] * spec.page_size
+@functools.lru_cache(maxsize=4096)
+def _choose_form(
+    backend: TritonBackend,
+    spec: AttentionSpec,
+    num_tokens: int,
+    num_sequences: int,
+    keys: tuple[bool, bool],
+    arch: Arch,
+) -> PlanForm:
+    """keys: whether every sequence is short enough for many tiles, and too short to be cut."""
+    short, whole = keys
+    block_m = backend.block_m(spec, num_tokens, num_sequences)
+    tiles = max_tiles(spec, num_tokens, num_sequences, SMALL_ROWS)
+    if tiles <= backend.workers(spec, SMALL_ROWS, arch) and short:
+        # Tiles of few rows, which are many, all run at once, and are done soonest.
+        block_m = SMALL_ROWS
+    small = needs_small_list(spec, num_tokens, num_sequences, block_m)
+    form = backend.form(spec, block_m, SMALL_ROWS if small else 0, arch)
+    if whole:
+        return form._replace(workers=0, small_workers=0)
+    return form
 
 
-def _is_short(spec: AttentionSpec, num_tokens: int, batch: PagedBatch, workers: int) -> bool:
-    """Whether tiles of few rows, which are many, are done soonest: all run at once, over few keys."""
-    tiles = max_tiles(spec, num_tokens, batch.num_sequences, SMALL_ROWS)
-    return tiles <= workers and _max_keys(spec, batch) <= SHORT_KEYS
+@functools.lru_cache(maxsize=4096)
+def _plan_words(spec: AttentionSpec, num_tokens: int, num_sequences: int, form: PlanForm, tuning: Tuning) -> int:
+    return plan_words(spec, num_tokens, num_sequences, tuning.config(form))

@@ -1,5 +1,6 @@
 """The form of a plan: what the host decides about it from shapes alone, as integers that travel through operators."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class SplitChoice:
     large: SplitConfig = LARGE_SPLIT
     invariant_keys: int = 1024
 
-    @property
+    @functools.cached_property
     def least_keys(self) -> int:
         """Sequences of so many keys are never cut."""
         return min(min(s.min_blocks * s.key_block for s in (self.small, self.large)), self.invariant_keys)
