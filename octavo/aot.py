@@ -10,14 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from octavo.backends.catalog import KernelBuild, builds
 
 TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "OMMA", "QMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
 ASYNC_COPIES = ("LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP")
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-WARP_SIZE = 32
 WORKERS = 2
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)", re.MULTILINE)
@@ -63,12 +61,11 @@ def compile_build(build: KernelBuild, sm: int) -> CompiledReport:
     makes a report with that failure.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("compile: expected compiled kernels, got TRITON_INTERPRET=1; fix: unset it")
     try:
-        compiled = triton.compile(_source(build), target=GPUTarget("cuda", sm, WARP_SIZE), options=dict(build.options))
+        compiled = build.compile(sm)
     except Exception as error:  # Whatever the compiler raises, it is the finding about this build.
         lines = str(error).strip().splitlines() or [""]
         return CompiledReport(
@@ -88,14 +85,6 @@ def compile_build(build: KernelBuild, sm: int) -> CompiledReport:
         {m: n for m, n in sorted(counts.items()) if m in (*TENSOR_CORES, *ASYNC_COPIES)},
         unmet(build, counts, spills),
     )
-
-
-def _source(build: KernelBuild) -> Any:
-    if build.function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as Source
-    else:
-        from triton.compiler import ASTSource as Source
-    return Source(build.function, build.signature, build.constexprs, build.attributes)
 
 
 def unmet(build: KernelBuild, counts: Counter[str], spills: int) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ import warnings
 import pytest
 import torch
 
-from octavo import AttentionSpec, BatchAttention, PagedBatch, aot, api
-from octavo.aot import CompiledReport
-from octavo.backends import AttentionCall, hopper, resolve, tensor_maps
+from octavo import AttentionSpec, BatchAttention, PagedBatch, api
+from octavo.backends import AttentionCall, catalog, hopper, resolve, tensor_maps
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER, box_rows, run_form
 from octavo.problem import Arch
 
@@ -35,18 +34,19 @@ def nothing_remembered():
 
 @pytest.fixture
 def probe(monkeypatch):
-    """Builds that were probed; `failures` says how the next ones end."""
+    """Builds that were probed; `error` is what the next ones raise."""
 
     class Probe:
         def __init__(self):
-            self.built, self.failures = [], ()
+            self.built, self.error = [], None
 
         def __call__(self, build, sm):
             self.built.append((build.name, sm))
-            return CompiledReport(build.name, sm, 0, 0, 0, failures=self.failures)
+            if self.error:
+                raise self.error
 
     found = Probe()
-    monkeypatch.setattr(aot, "compile_build", found)
+    monkeypatch.setattr(catalog.KernelBuild, "compile", lambda build, sm: found(build, sm))
     return found
 
 
@@ -78,7 +78,7 @@ def test_the_portable_kernel_serves_the_rest(spec, arch, reason, probe):
     choice = resolve(spec, arch)
     assert choice.backend.name == "triton" and reason in dict(choice.rejected)["hopper"]
     assert probe.built == [], "compiled for nothing"
-    with pytest.raises(ValueError, match="no backend serves"):
+    with pytest.raises(ValueError, match="expected one that serves"):
         resolve(spec, arch, "hopper")
 
 
@@ -103,27 +103,17 @@ def test_without_triton_neither_kernel_serves(monkeypatch):
 
 @needs_triton
 def test_probe_failure_falls_back_with_one_warning(probe, monkeypatch):
-    probe.failures = ("does not compile: CompilationError: no such operation",)
+    probe.error = NotImplementedError("no such operation")
     monkeypatch.setattr(api, "arch_of", lambda device: H200)
     with pytest.warns(RuntimeWarning, match="the portable one serves: .*no such operation") as warned:
         first = BatchAttention(SPEC, device="cpu")
     assert len(warned) == 1 and first.choice.backend.name == "triton"
-    assert "not hopper: this Triton does not compile it: does not compile: CompilationError" in first.explain()
+    assert "not hopper: this Triton does not compile it: NotImplementedError: no such operation" in first.explain()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve.cache_clear()
         assert BatchAttention(SPEC, device="cpu").choice == first.choice
     assert len(probe.built) == 1 and probe.built[0][1] == 90
-
-
-@needs_triton
-def test_probe_asks_whether_it_compiles_not_how_well(monkeypatch):
-    """Spills of another Triton's compiler make the kernel slower, not wrong."""
-    asked = []
-    monkeypatch.setattr(aot, "compile_build", lambda build, sm: asked.append(build) or CompiledReport("", sm, 0, 0, 0))
-    assert hopper.compile_failure(SPEC) is None
-    (build,) = asked
-    assert build.max_spills is None and build.expect == ()
 
 
 @needs_triton

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from inputs import (
     BAD_PAGE,
+    BF16,
     FP16,
     FP32,
     I32,
@@ -32,6 +34,7 @@ from octavo import PagedBatch, PagedKV
 
 MESSAGE = re.compile(r".+: expected .+, got .+; fix: .+", re.DOTALL)
 LENGTHS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40)), max_size=5)
+HOPPER_DIMS = (64, 128, 256)
 DIMS = st.sampled_from(((16, 16), (24, 24), (33, 33), (40, 64), (64, 48), (80, 80), (128, 128)))
 
 
@@ -182,9 +185,19 @@ def adapted(problem: Problem) -> Problem:
     return problem.with_(spec=spec_of(problem.q, problem.kv, problem.spec.causal))
 
 
-def reject_or_correct(target: Target, case: Case, wrong: list) -> None:
+def served(target: Target, case: Case) -> Case:
+    """The case as this backend can take it, with rows and keys enough for the sm_90 kernel's tiles."""
     if target.interpreted and case.dtype == torch.bfloat16:
-        case = Case(**{**case.__dict__, "dtype": FP16})
+        return replace(case, dtype=FP16)
+    if target.name != "hopper":
+        return case
+    dim = HOPPER_DIMS[sum(case.dims) % len(HOPPER_DIMS)]
+    lengths = (tuple(7 * n for n in case.qo_lens), tuple(11 * n for n in case.kv_lens))
+    return replace(case, qo_lens=lengths[0], kv_lens=lengths[1], dims=(dim, dim), dtype=FP16 if dim == 64 else BF16)
+
+
+def reject_or_correct(target: Target, case: Case, wrong: list) -> None:
+    case = served(target, case)
     problem = build(case, target.device)
     if wrong:
         # A wrong length or page id may be a right one that shows what was poison: then the numbers must be right too.

@@ -44,7 +44,7 @@ def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None)
             rejected.append((backend.name, reason))
     if chosen is None:
         why = "; ".join(f"{name}: {reason}" for name, reason in rejected if not override or name == override)
-        raise ValueError(f"backend: no backend serves {spec} on {arch.name} ({why}); fix: see `octavo info`")
+        fail("backend", f"one that serves {spec} on {arch.name}", why, "leave backend out, or see `octavo info`")
     return Choice(chosen, tuple(rejected))
 
 

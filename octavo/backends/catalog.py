@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from octavo.backends import hopper
-from octavo.backends.constants import append_constants, merge_constants, plan_constants
+from octavo.backends.constants import PLAN_WARPS, append_constants, merge_constants, plan_constants
 from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
@@ -17,6 +17,7 @@ from octavo.work_item import NUM_ITEMS
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
+WARP_SIZE = 32
 
 Signature = dict[str, Any]
 
@@ -35,6 +36,18 @@ class KernelBuild:
     """Instruction mnemonics of which each must appear."""
     max_spills: int | None = 0
     """Most bytes of register spills; None allows any."""
+
+    def compile(self, sm: int) -> Any:
+        """Triton's compiled kernel for compute capability `sm`, without a GPU. Raises what Triton raises."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        if self.function.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            from triton.compiler import ASTSource as Source
+        source = Source(self.function, self.signature, self.constexprs, self.attributes)
+        return triton.compile(source, target=GPUTarget("cuda", sm, WARP_SIZE), options=dict(self.options))
 
 
 SPECS = (
@@ -75,7 +88,7 @@ def builds(sm: int) -> list[KernelBuild]:
     """All builds for compute capability `sm` (90 for sm_90)."""
     arch = Arch("cuda", (sm // 10, sm % 10))
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
-    found += [_attention(SPECS[0], m, arch, cuts=False) for m in _block_ms(SPECS[0])]
+    found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False)]
     found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
     found += [_plan(spec, form, dense) for spec, form, dense in PLAN_FORMS]
     if sm == HOPPER:
@@ -119,7 +132,7 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True)
     from octavo.kernels.attention import attention_kernel
 
     _, constants, options = attention_form(spec, block_m, arch, same_strides=True, cuts=cuts)
-    signature = {"plan": "*i32", "last_item": "i32", "states_begin": "i32", "num_states": "i32"}
+    signature = {"plan": "*i32", "first_item": "i32", "states_begin": "i32", "num_states": "i32"}
     signature |= _attention_signature(spec)
     wgmma = arch.sm == 90 and block_m >= MEDIUM_ROWS and spec.dtype != torch.float32
     mma = "HGMMA" if wgmma else "MMA" if arch.sm in ASYNC_TENSOR_CORES else "HMMA"
@@ -190,7 +203,8 @@ def _plan(spec: AttentionSpec, form: PlanForm, dense: bool) -> KernelBuild:
     scalars = ("num_tokens", "num_sequences", "capacity", "main_room", "small_room")
     signature |= dict.fromkeys(scalars, "i32")
     name = f"plan {'dense' if dense else 'csr'} m{form.block_m}/{form.small_m}"
-    return _build(name, plan_kernel, signature, {"C": plan_constants(spec, _config(form), dense)})
+    constants = {"C": plan_constants(spec, _config(form), dense)}
+    return _build(name, plan_kernel, signature, constants, options={"num_warps": PLAN_WARPS})
 
 
 def _append(spec: AttentionSpec) -> KernelBuild:

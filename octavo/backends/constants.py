@@ -7,7 +7,7 @@ import torch
 
 from octavo.planning.schedule import ScheduleConfig
 from octavo.planning.split import SplitConfig
-from octavo.planning.tiles import TileConfig, next_power_of_2
+from octavo.planning.tiles import SMALL_ROWS, TileConfig, next_power_of_2
 from octavo.problem import AttentionSpec
 
 OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
@@ -15,8 +15,10 @@ INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 COMBINED_ROWS = 8
-COMBINED_BYTES = 16 << 10
-"""Partial states that are copied to shared memory at a time when they are combined; three such copies are under way."""
+PLAN_WARPS = 8
+COMBINED_BYTES, FEWER_COMBINED_BYTES = 16 << 10, 8 << 10
+"""Partial states that are copied to shared memory at a time when they are combined; three such copies are under way.
+Fewer where tiles are large: they have few parts, and their operands fill shared memory and registers."""
 
 
 class ListConstants(NamedTuple):
@@ -77,7 +79,8 @@ def attention_constants(
 ) -> tuple[dict[str, int | str], dict[str, int]]:
     """(constexprs that the attention kernels share, compiler options)."""
     width = next_power_of_2(spec.v_dim)
-    parts = COMBINED_BYTES // (COMBINED_ROWS * width * 4)
+    room = COMBINED_BYTES if tile.block_m == SMALL_ROWS else FEWER_COMBINED_BYTES
+    parts = room // (COMBINED_ROWS * width * 4)
     constants: dict[str, int | str] = {
         "GROUP": spec.group_size,
         "CAUSAL": spec.causal,

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import math
 import warnings
-from dataclasses import replace
 
 import torch
 
@@ -75,14 +74,15 @@ def compile_failure(spec: AttentionSpec) -> str | None:
     """Why this Triton does not compile the kernel, with one warning, or None. Triton keeps what it compiled on disk."""
     if importlib.util.find_spec("triton.experimental.gluon") is None:
         return "this Triton has no Gluon"
-    from octavo.aot import compile_build
     from octavo.backends.catalog import hopper_build
 
-    build = replace(hopper_build(spec, RUNS_NEVER), expect=(), max_spills=None)
-    failures = compile_build(build, 90).failures
-    if not failures:
+    try:
+        hopper_build(spec, RUNS_NEVER).compile(90)
+    except Exception as error:  # Whatever the compiler raises, it is the reason.
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"this Triton does not compile it: {type(error).__name__}: {lines[-1]}"
+    else:
         return None
-    reason = f"this Triton does not compile it: {failures[0]}"
     warnings.warn(f"octavo: the sm_90 kernel is off, the portable one serves: {reason}", RuntimeWarning, stacklevel=2)
     return reason
 
