@@ -10,7 +10,7 @@ import re
 import pytest
 
 from octavo.aot import compile_build
-from octavo.backends.catalog import builds
+from octavo.backends.catalog import HOPPER_FORMS, builds, hopper_build
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -28,3 +28,19 @@ def test_kernels_compile(sm):
         report = compile_build(build, sm)
         assert report.ok, f"{build.name} for sm_{sm}: {report.failures}"
         assert report.registers > 0
+
+
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_hopper_tiles_lie_where_the_ptx_expects_them(form):
+    """The kernel's primitives count bytes from where shared memory begins; the compiler decides what lies there.
+
+    Triton's own barrier is initialised after the tiles: its address shows that these begin at 0.
+    """
+    ptx = hopper_build(*form).compile(90).asm["ptx"]
+    (register,) = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], 1;", ptx)
+    (base, place) = re.findall(rf"add\.s32\s+{register}, (%r\d+), (\d+);", ptx)[-1]
+    assert re.search(rf"mov\.b32\s+{base}, global_smem;", ptx)
+    barriers = {int(n) for n in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[global_smem\+(\d+)\]", ptx)}
+    assert int(place) % 1024 == 0 and int(place) + 64 == min(barriers)
+    tiles = {int(n) for n in re.findall(r"cp\.async\.cg\.shared\.global \[even\+(\d+)\]", ptx)}
+    assert min(tiles) == 0 and max(tiles) < int(place)
