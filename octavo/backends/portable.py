@@ -59,7 +59,7 @@ class ListLaunch(NamedTuple):
 
     items: int
     scalars: tuple[int, int, int]
-    """Place of the list's first item, or -1; where its partial states begin; how many there is room for."""
+    """Place of the list's first item; where its partial states begin; how many there is room for."""
     key: Hashable
     constants: dict[str, Any]
     options: dict[str, int]
@@ -103,13 +103,14 @@ def list_launch(
 ) -> ListLaunch:
     _, config, layout = planned(spec, form, tuning, bounds.dense, words)
     is_small = block_m == config.small_m
-    cuts = (config.small_split if is_small else config.split).cuts
+    # Kernels of large tiles have no form that can't combine: it would save little, and be one more to compile.
+    cuts = (config.small_split if is_small else config.split).cuts or block_m > SMALL_ROWS
     tile, shared, options = _attention_form(spec, block_m, tuning, bounds, cuts)
     states = (layout.small_states_begin, layout.small_states) if is_small else (layout.capacity, layout.states)
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared}
-    last_item = layout.capacity - 1 if is_small else -1
-    return ListLaunch(items, (last_item, *states), (tile, cuts, is_small), constants, options)
+    first_item = layout.capacity - 1 if is_small else 0
+    return ListLaunch(items, (first_item, *states), (tile, cuts, is_small), constants, options)
 
 
 @functools.lru_cache(maxsize=4096)

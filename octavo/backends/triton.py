@@ -13,6 +13,7 @@ from octavo.backends.constants import (
     ITEMS_AT_ONCE,
     MERGE_ROWS,
     OWN_SEQUENCES,
+    PLAN_WARPS,
     append_constants,
     merge_constants,
 )
@@ -101,7 +102,7 @@ class TritonBackend:
         rooms = (layout.capacity, layout.states, layout.small_states)
         arguments = (plan, *table, num_tokens, batch.num_sequences, *rooms)
         with on_device_of(plan):
-            PLAN((programs, writers, 1), key, arguments, {"C": constants})
+            PLAN((programs, writers, 1), key, arguments, {"C": constants}, {"num_warps": PLAN_WARPS})
 
     def attend(self, call: AttentionCall) -> None:
         num_tokens, batch, form = call.q.shape[0], call.batch, call.form

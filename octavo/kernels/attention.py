@@ -13,6 +13,7 @@ from octavo.kernels.plan import (
     KEY_END,
     KV_HEAD,
     KV_LEN,
+    NUM_ITEMS,
     NUM_SPLITS,
     PAGE_HIGH,
     PAGE_LOW,
@@ -127,26 +128,25 @@ def store_empty(out, lse, place, row_count, num_tokens, out_strides, lse_strides
         store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pages", "states_begin", "num_states", "last_item"],
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "states_begin", "num_states", "first_item"],
             do_not_specialize_on_alignment=["page_table", "lse"])  # fmt: skip
 def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_ptr, sm_scale, num_tokens, num_pages,
-                     last_item, states_begin, num_states,
+                     first_item, states_begin, num_states,
                      q_strides, k_strides, v_strides, out_strides, lse_strides, COUNT: tl.constexpr,
                      GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
                      D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
                      PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                      NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """One list of a plan: COUNT is its header word, last_item < 0 the main list, else the small one's first place.
+    """One list of a plan, whose length is header word COUNT, from place first_item on.
 
     Strides are in elements: q, out, lse (token, head); caches (page, token in page, head). Partial states lie
     states_begin places after the items' begin. PARTS of them are combined at a time; 0: no tile's keys are cut.
     """
     if tl.program_id(0) >= tl.load(plan + COUNT):
         return
-    step = tl.where(last_item < 0, ITEM_WORDS, -ITEM_WORDS)
-    item = (
-        plan + HEADER_WORDS + tl.maximum(last_item, 0).to(tl.int64) * ITEM_WORDS + tl.program_id(0).to(tl.int64) * step
-    )
+    step: tl.constexpr = ITEM_WORDS if COUNT == NUM_ITEMS else -ITEM_WORDS
+    index = first_item.to(tl.int64) * ITEM_WORDS + tl.program_id(0).to(tl.int64) * step
+    item = plan + HEADER_WORDS + index
     begin, end = tl.load(item + KEY_BEGIN), tl.load(item + KEY_END)
     if (end <= begin) | (num_pages == 0):
         store_empty(out, lse, load_place(item), tl.load(item + ROW_COUNT), num_tokens, out_strides, lse_strides,
@@ -164,7 +164,11 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
     states = (outs, outs + num_states.to(tl.int64) * (BLOCK_M * DV))
     part = tl.load(item + SPLIT, volatile=True)
     parts = (part, tl.load(item + NUM_SPLITS, volatile=True), tl.load(item + SLOT, volatile=True))
-    store_tile(values, lse_values, place, parts, states, item - part * step + ARRIVED, out, lse, num_tokens,
+    # Not item - part * step: that would keep item in registers of its own, where there are none left.
+    first_part = (
+        plan + HEADER_WORDS + ARRIVED + (first_item * ITEM_WORDS + (tl.program_id(0) - part) * step).to(tl.int64)
+    )
+    store_tile(values, lse_values, place, parts, states, first_part, out, lse, num_tokens,
                out_strides, lse_strides, GROUP, DV, PARTS)  # fmt: skip
 
 

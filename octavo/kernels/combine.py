@@ -18,10 +18,11 @@ def store_state(states, state, values, lse_values, inside, DV: tl.constexpr):
     outs, lses = states
     BLOCK_M: tl.constexpr = values.shape[0]
     dv = tl.arange(0, values.shape[1])
-    row = state.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.arange(0, BLOCK_M)
+    first_row = state.to(tl.int64) * BLOCK_M
     mask = inside[:, None] & (dv[None, :] < DV)
-    tl.store(outs + row[:, None] * DV + dv[None, :], values, mask=mask)
-    tl.store(lses + row, lse_values, mask=inside)
+    tl.store(outs + first_row * DV + (row[:, None] * DV + dv[None, :]), values, mask=mask)
+    tl.store(lses + first_row + row, lse_values, mask=inside)
 
 
 @triton.jit
@@ -39,12 +40,13 @@ def is_last(arrived, count):
 def combine_states(states, first, count, place, out, lse, num_tokens, out_strides, lse_strides, GROUP: tl.constexpr,
                    DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Write a tile's rows from its states [first, first + count), always in the same order."""
-    outs, lses = states
+    outs = states[0] + first.to(tl.int64) * (BLOCK_M * DV)
+    lses = states[1] + first.to(tl.int64) * BLOCK_M
     dv = tl.arange(0, DV_PADDED)
     for first_row in range(0, BLOCK_M, COMBINED_ROWS):
         _, tokens, heads, inside = tile_rows(place, first_row, num_tokens, GROUP, COMBINED_ROWS)
         if tl.max(inside.to(tl.int32), 0) > 0:
-            row = first.to(tl.int64) * BLOCK_M + first_row + tl.arange(0, COMBINED_ROWS)
+            row = first_row + tl.arange(0, COMBINED_ROWS)
             top = tl.full([COMBINED_ROWS], float("-inf"), tl.float32)
             for start in range(0, count, LSES_AT_ONCE):
                 part = start + tl.arange(0, LSES_AT_ONCE)
