@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from octavo.backends import hopper
-from octavo.backends.constants import PLAN_WARPS, append_constants, merge_constants, plan_constants
+from octavo.backends.constants import append_constants, launches_early, merge_constants, plan_constants, plan_options
 from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
@@ -90,7 +90,7 @@ def builds(sm: int) -> list[KernelBuild]:
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
     found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False)]
     found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
-    found += [_plan(spec, form, dense) for spec, form, dense in PLAN_FORMS]
+    found += [_plan(spec, form, dense, arch) for spec, form, dense in PLAN_FORMS]
     if sm == HOPPER:
         found += [hopper_build(*form) for form in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]
@@ -139,7 +139,9 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True)
     # A float32 product is three tf32 ones: more live operands than registers, right and slower.
     spills = None if spec.dtype == torch.float32 else 0
     name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}"
-    constants = {"COUNT": NUM_ITEMS, **constants}
+    early = launches_early(arch)
+    constants = {"COUNT": NUM_ITEMS, **constants, "EARLY": early}
+    options |= {"launch_pdl": True} if early else {}
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )
@@ -196,15 +198,15 @@ def hopper_build(spec: AttentionSpec, runs: int, scaled: bool = False, cuts: boo
     return _build(name, kernel, signature, constants, options=options, expect=expect)
 
 
-def _plan(spec: AttentionSpec, form: PlanForm, dense: bool) -> KernelBuild:
+def _plan(spec: AttentionSpec, form: PlanForm, dense: bool, arch: Arch) -> KernelBuild:
     from octavo.kernels.plan import plan_kernel
 
     signature = {"plan": "*i32"} | _table_signature(spec, dense)
     scalars = ("num_tokens", "num_sequences", "capacity", "main_room", "small_room")
     signature |= dict.fromkeys(scalars, "i32")
     name = f"plan {'dense' if dense else 'csr'} m{form.block_m}/{form.small_m}"
-    constants = {"C": plan_constants(spec, _config(form), dense)}
-    return _build(name, plan_kernel, signature, constants, options={"num_warps": PLAN_WARPS})
+    constants = plan_constants(spec, _config(form), dense, launches_early(arch))
+    return _build(name, plan_kernel, signature, {"C": constants}, options=plan_options(arch))
 
 
 def _append(spec: AttentionSpec) -> KernelBuild:

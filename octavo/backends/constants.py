@@ -8,14 +8,13 @@ import torch
 from octavo.planning.schedule import ScheduleConfig
 from octavo.planning.split import SplitConfig
 from octavo.planning.tiles import SMALL_ROWS, TileConfig, next_power_of_2
-from octavo.problem import AttentionSpec
+from octavo.problem import Arch, AttentionSpec
 
 OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
 INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
 COMBINED_ROWS = 8
-PLAN_WARPS = 8
 COMBINED_BYTES, FEWER_COMBINED_BYTES = 16 << 10, 8 << 10
 """Partial states that are copied to shared memory at a time when they are combined; three such copies are under way.
 Fewer where tiles are large: they have few parts, and their operands fill shared memory and registers."""
@@ -49,10 +48,17 @@ class PlanConstants(NamedTuple):
     OWN: int = OWN_SEQUENCES
     OTHERS: int = OTHER_SEQUENCES
     ITEMS: int = ITEMS_AT_ONCE
+    EARLY: bool = False
+    """Whether the next kernel may be launched before this one has ended."""
+
+
+def launches_early(arch: Arch) -> bool:
+    """Whether a kernel can be launched before the one before it has ended (programmatic dependent launch)."""
+    return arch.kind == "cuda" and arch.sm >= 90
 
 
 @functools.lru_cache(maxsize=256)
-def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> PlanConstants:
+def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool, early: bool = False) -> PlanConstants:
     return PlanConstants(
         spec.group_size,
         spec.num_kv_heads,
@@ -65,7 +71,13 @@ def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> 
         _list_constants(config.small_split),
         config.dead_tiles,
         config.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize),
+        EARLY=early,
     )
+
+
+def plan_options(arch: Arch) -> dict[str, int]:
+    """Compiler options of the planner. Without a bound of its own, ptxas takes a lower one, and spills."""
+    return {"num_warps": 8, "maxnreg": 128} if arch.kind == "cuda" else {"num_warps": 8}
 
 
 def _list_constants(split: SplitConfig) -> ListConstants:

@@ -9,11 +9,17 @@ import torch
 
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
-from octavo.backends.constants import INLINE_SEQUENCES, PlanConstants, attention_constants, plan_constants
+from octavo.backends.constants import (
+    INLINE_SEQUENCES,
+    PlanConstants,
+    attention_constants,
+    launches_early,
+    plan_constants,
+)
 from octavo.backends.launch import Launcher, Zeros, alignment, on_device_of
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
 from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
-from octavo.planning.tiles import SMALL_ROWS, TileConfig, tile_config
+from octavo.planning.tiles import SMALL_ROWS, TileConfig, short_tile, tile_config
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 from octavo.work_item import NUM_ITEMS, NUM_SMALL_ITEMS
@@ -91,24 +97,26 @@ def bounds_of(call: AttentionCall) -> Bounds:
 
 @functools.lru_cache(maxsize=1024)
 def planned(
-    spec: AttentionSpec, form: PlanForm, tuning: Tuning, dense: bool, words: int
+    spec: AttentionSpec, form: PlanForm, tuning: Tuning, arch: Arch, dense: bool, words: int
 ) -> tuple[PlanConstants, ScheduleConfig, PlanLayout]:
     config = tuning.config(form)
-    return plan_constants(spec, config, dense), config, layout_of(spec, words, config)
+    return plan_constants(spec, config, dense, launches_early(arch)), config, layout_of(spec, words, config)
 
 
 @functools.lru_cache(maxsize=4096)
 def list_launch(
     spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bounds, block_m: int, words: int
 ) -> ListLaunch:
-    _, config, layout = planned(spec, form, tuning, bounds.dense, words)
+    _, config, layout = planned(spec, form, tuning, bounds.arch, bounds.dense, words)
     is_small = block_m == config.small_m
     # Kernels of large tiles have no form that can't combine: it would save little, and be one more to compile.
     cuts = (config.small_split if is_small else config.split).cuts or block_m > SMALL_ROWS
     tile, shared, options = _attention_form(spec, block_m, tuning, bounds, cuts)
     states = (layout.small_states_begin, layout.small_states) if is_small else (layout.capacity, layout.states)
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
-    constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared}
+    early = launches_early(bounds.arch)
+    constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared, "EARLY": early}
+    options |= {"launch_pdl": True} if early else {}
     first_item = layout.capacity - 1 if is_small else 0
     return ListLaunch(items, (first_item, *states), (tile, cuts, is_small), constants, options)
 
@@ -175,7 +183,8 @@ def attention_form(
     spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool, cuts: bool, override: TileConfig | None = None
 ) -> tuple[TileConfig, dict[str, int | str], dict[str, int]]:
     """(tile, constexprs that the attention kernels share, compiler options)."""
-    tile = override or tile_config(spec, block_m, arch)
+    # Only few keys are never cut.
+    tile = override or (tile_config(spec, block_m, arch) if cuts else short_tile(spec, arch))
     return (tile, *attention_constants(spec, tile, same_strides, cuts))
 
 

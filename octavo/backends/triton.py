@@ -13,9 +13,9 @@ from octavo.backends.constants import (
     ITEMS_AT_ONCE,
     MERGE_ROWS,
     OWN_SEQUENCES,
-    PLAN_WARPS,
     append_constants,
     merge_constants,
+    plan_options,
 )
 from octavo.backends.launch import Launcher, alignment, on_device_of
 from octavo.backends.portable import DEFAULT_TUNING, Tuning, launch_inline, launch_list, planned, table_of
@@ -92,7 +92,8 @@ class TritonBackend:
         return max(self.plan_words(spec, num_tokens, num_sequences, form) for form in forms)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
-        constants, config, layout = planned(spec, form, self.tuning, batch.is_dense, plan.numel())
+        arch = arch_of(plan.device)
+        constants, config, layout = planned(spec, form, self.tuning, arch, batch.is_dense, plan.numel())
         programs = -(-(batch.num_sequences + 1) // OWN_SEQUENCES)
         items = min(max_items(spec, num_tokens, batch.num_sequences, config), layout.capacity)
         writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
@@ -102,7 +103,7 @@ class TritonBackend:
         rooms = (layout.capacity, layout.states, layout.small_states)
         arguments = (plan, *table, num_tokens, batch.num_sequences, *rooms)
         with on_device_of(plan):
-            PLAN((programs, writers, 1), key, arguments, {"C": constants}, {"num_warps": PLAN_WARPS})
+            PLAN((programs, writers, 1), key, arguments, {"C": constants}, plan_options(arch))
 
     def attend(self, call: AttentionCall) -> None:
         num_tokens, batch, form = call.q.shape[0], call.batch, call.form

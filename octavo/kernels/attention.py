@@ -136,12 +136,16 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
                      GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
                      D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
                      PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+                     EARLY: tl.constexpr):  # fmt: skip
     """One list of a plan, whose length is header word COUNT, from place first_item on.
 
     Strides are in elements: q, out, lse (token, head); caches (page, token in page, head). Partial states lie
     states_begin places after the items' begin. PARTS of them are combined at a time; 0: no tile's keys are cut.
+    EARLY: launched before the kernel before it has ended, for which everything here must wait.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if tl.program_id(0) >= tl.load(plan + COUNT):
         return
     step: tl.constexpr = ITEM_WORDS if COUNT == NUM_ITEMS else -ITEM_WORDS

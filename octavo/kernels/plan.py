@@ -267,6 +267,9 @@ def plan_kernel(plan, qo_indptr, kv_ptr, last_page_len, table_stride, entries, n
                 main_room, small_room, C: tl.constexpr):  # fmt: skip
     """Grid (sequences and padding / OWN, writers): a program places OWN sequences and writes every writers-th chunk of
     ITEMS of their items. There is room for `capacity` items, main_room and small_room partial states."""
+    if C.EARLY:
+        # The attention kernel may be brought to the SMs meanwhile; it waits for the end of this one.
+        tl.extra.cuda.gdc_launch_dependents()
     own = tl.program_id(0) * C.OWN + tl.arange(0, C.OWN)
     table = (qo_indptr, kv_ptr, last_page_len, table_stride, entries, num_tokens, num_sequences)
     own_shape = sequence_shape(table, own, C.PAGE_SIZE, C.DENSE)

@@ -61,6 +61,14 @@ def tile_config(spec: AttentionSpec, block_m: int, arch: Arch) -> TileConfig:
     return TileConfig(block_m, 16, num_warps, 1)
 
 
+def short_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
+    """Tile of SMALL_ROWS rows where no sequence has more than some hundred keys: done soonest by few warps."""
+    tile = tile_config(spec, SMALL_ROWS, arch)
+    if is_wide(spec) or _is_precise(spec):
+        return tile
+    return TileConfig(SMALL_ROWS, min(tile.block_n, 32), 2, 3 if _reads_shared(arch) else 2)
+
+
 def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[int, int], ...]:
     """(keys, pipeline stages) to try, best first; shorter where longer ones would spill registers."""
     if _is_precise(spec):
