@@ -93,9 +93,9 @@ def _is_addressable(call: AttentionCall) -> bool:
     if call.k_cache.shape[0] == 0 or alignment(*tensors):
         return False
     for x in tensors:
-        *strides, _ = x.stride()
-        span = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=False))
-        if any(stride % UNIT for stride in strides) or span >= MAX_UNITS * UNIT:
+        # The stride of a dimension of one element is never used.
+        used = [(n - 1, stride) for n, stride in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+        if any(stride % UNIT for _, stride in used) or sum(n * stride for n, stride in used) >= MAX_UNITS * UNIT:
             return False
     pages, page_size, _, _ = call.k_cache.shape
     lse_span = (call.lse.shape[0] - 1) * call.lse.stride(0) + (call.lse.shape[1] - 1) * call.lse.stride(1)
@@ -121,7 +121,7 @@ def attention_constants(spec: AttentionSpec, runs: int, cuts: bool = False) -> t
         "ATTEND_REGISTERS": 232 if wide else 216,
         "LOAD_REGISTERS": 40 if wide else 72,
     }
-    return constants, {"num_warps": 4}
+    return constants, {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def _launch(call: AttentionCall, plan: Tensor, layout: PlanLayout, cuts: bool) -> None:

@@ -159,13 +159,16 @@ def load(p):
     warp = ptx.warp() & 3
     thread = (warp & 1) * ptx.WARP + ptx.lane()
     num_items = gl.load(p.plan + NUM_ITEMS)
-    n = 0
+    if p.config.RUNS != RUNS_NEVER:
+        ptx.acquire_tensor_map(p.k_cache.tensor_map)
+        ptx.acquire_tensor_map(p.v_cache.tensor_map)
+    n = gl.to_tensor(0)
     count = 0
     if warp < 2:
         # Warp 0 draws items; warp 1 goes through the same motions, which branches less and lets the compiler see that
         # both agree.
         draws = (warp == 0).to(gl.int32)
-        publish_item(p, 0, gl.program_id(0), num_items, draws, True)
+        publish_item(p, n, gl.program_id(0), num_items, draws, True)
         while p.has_item(n):
             item = p.item(n)
             count = load_blocks(p, item, n, p.k_cache, p.keys, p.config.KEYS, count, thread, True)
@@ -221,8 +224,15 @@ def exponentials(s, m, l, scale):
 
 @gluon.jit
 def mask_keys(s, first_key, limit):
-    keys = first_key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    return gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
+    """Scores of keys from `limit` on become -inf. A thread's keys differ by constants, which take no registers."""
+    x = by_thread(s)
+    GROUPS: gl.constexpr = gl.SliceLayout(3, x.type.layout)
+    bound = gl.convert_layout(limit - first_key, gl.SliceLayout(1, gl.SliceLayout(1, GROUPS)), assert_trivial=True)
+    bound = bound[:, None] - 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))[None, :]
+    group = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))
+    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout))))
+    keys = 8 * group[None, :, None, None] + pair[None, None, None, :]
+    return gl.where(keys < bound[:, None, :, None], x, float("-inf")).reshape(s.shape)
 
 
 @gluon.jit
@@ -241,7 +251,8 @@ def store_lse(p, item, first, values):
 
 @gluon.jit
 def store_out(p, item, first, values, LAYOUT: gl.constexpr):
-    token, head = packed_rows(p, item, first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
+    rows = ptx.copy_rows(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, LAYOUT)), p.config.D // 8)
+    token, head = packed_rows(p, item, first + rows)
     row = item.word(Q_START) + token
     unit = row * p.out_token_stride + head * p.out_head_stride
     offset = unit.to(gl.uint32).to(gl.int64) * UNIT
@@ -444,7 +455,7 @@ def attention_hopper_kernel(
     """
     config = Config(GROUP, D, PAGE_SIZE, CAUSAL, RUNS, BOX_ROWS, BLOCK_N, SLOTS, STAGES, FENCE, scale is not None, CUTS,
                     q.dtype.element_ty)  # fmt: skip
-    LINES: gl.constexpr = config.CONTROL // LINE + 1
+    LINES: gl.constexpr = config.CONTROL // LINE
     arena = gl.allocate_shared_memory(gl.bfloat16, [LINES, LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if scale is not None:
         scale_log2 *= gl.load(scale)
@@ -455,8 +466,9 @@ def attention_hopper_kernel(
                 q, out, lse, plan, page_table, scale_log2, num_tokens, num_pages, states_begin, num_states,
                 q_token_stride, q_head_stride,
                 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride)  # fmt: skip
-    # Gluon's own barrier is not used; it shows in the PTX whether the arena starts where the primitives assume it.
-    mbarrier.init(arena.index(config.CONTROL // LINE)._reinterpret(gl.int64, [1], mbarrier.MBarrierLayout()), count=1)
+    # Gluon's own barrier is not used; it shows in the PTX whether arena and control lie where the primitives assume it.
+    control = gl.allocate_shared_memory(gl.int64, [LINE // 8, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(control.index(0), count=1)
     p.items.initialize(1, WARPS)
     p.queries.initialize(LOADING_THREADS, 1)
     p.keys.initialize(BLOCK_N, ATTENDING_WARPS)
@@ -464,3 +476,4 @@ def attention_hopper_kernel(
     partition_barrier()
     gl.warp_specialize([(attend, (p, 0)), (attend, (p, 1)), (load, (p,))], [4, 4], [ATTEND_REGISTERS, LOAD_REGISTERS])
     arena._keep_alive()
+    control._keep_alive()

@@ -15,6 +15,21 @@ mbarrier = hopper.mbarrier
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared memory as another type, shape and layout of the same size: Triton 3.8 takes no other."""
+        return memory.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared memory as another type, shape and layout of the same size: Triton 3.8 takes no other."""
+        return memory._reinterpret(dtype, shape, layout)
+
+
 __all__ = [
     "aggregate",
     "fence_async_shared",
@@ -22,6 +37,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "partition_barrier",
+    "reinterpret",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

@@ -2,7 +2,7 @@
 
 from octavo import work_item as layout
 from octavo.kernels import hopper_ptx as ptx
-from octavo.kernels.gluon_compat import aggregate, gl, gluon
+from octavo.kernels.gluon_compat import aggregate, gl, gluon, reinterpret
 
 HEADER_WORDS = gl.constexpr(layout.HEADER_WORDS)
 NUM_ITEMS = gl.constexpr(layout.NUM_ITEMS)
@@ -260,25 +260,25 @@ class Program:
         self.lse_head_stride = lse_head_stride
 
     @gluon.jit
-    def tiles(self, byte: gl.constexpr, count: gl.constexpr, rows: gl.constexpr):
-        """Shared memory from `byte` on as `count` tiles [rows, D]."""
+    def tiles(self, rows: gl.constexpr):
+        """The arena as tiles [rows, D]."""
+        C = self.config
         swizzled: gl.constexpr = gl.NVMMASharedLayout(ptx.SWIZZLE_BYTES, 16, rank=2)
-        return self.arena.index(byte // LINE)._reinterpret(self.config.dtype, [count, rows, self.config.D], swizzled)
+        return reinterpret(self.arena, C.dtype, [C.CONTROL // (2 * rows * C.D), rows, C.D], swizzled)
 
     @gluon.jit
     def query_tile(self, n, WG: gl.constexpr):
-        C = self.config
-        return self.tiles(0, C.SLOTS * WARPGROUPS, ROWS).index(self.items.stage(n) * WARPGROUPS + WG)
+        return self.tiles(ROWS).index(self.items.stage(n) * WARPGROUPS + WG)
 
     @gluon.jit
     def key_tile(self, count):
         C = self.config
-        return self.tiles(C.KEYS, C.STAGES, C.BLOCK_N).index(self.keys.stage(count))
+        return self.tiles(C.BLOCK_N).index(C.KEYS // C.KV_TILE_BYTES + self.keys.stage(count))
 
     @gluon.jit
     def value_tile(self, count):
         C = self.config
-        return self.tiles(C.VALUES, C.STAGES, C.BLOCK_N).index(self.values.stage(count))
+        return self.tiles(C.BLOCK_N).index(C.VALUES // C.KV_TILE_BYTES + self.values.stage(count))
 
     @gluon.jit
     def item(self, n):

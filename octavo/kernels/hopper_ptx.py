@@ -65,6 +65,35 @@ def accumulator_rows(zeros):
     return gl.inline_asm_elementwise(text, "=&r,=&r,r,r", [zeros], gl.int32, is_pure=False, pack=2)
 
 
+@gluon.constexpr_function
+def _copy_rows(lanes):
+    shift = lanes.bit_length() - 1
+    return "\n".join([
+        "{",
+        ".reg .b32 row;",
+        "mov.u32 row, %tid.x;",
+        f"bfe.u32 row, row, {shift}, {7 - shift};",
+        *(f"add.u32 ${i}, row, {i * 128 // lanes};" for i in range(lanes // 2)),
+        "}",
+    ])  # fmt: skip
+
+
+@gluon.constexpr_function
+def _operands(count):
+    return ",".join(["=&r"] * count + ["r"] * count)
+
+
+@gluon.jit
+def copy_rows(zeros, LANES: gl.constexpr):
+    """The rows that a thread holds of a 64-row tile of which LANES threads hold a row each, for a tensor of zeros.
+
+    As above, in place of gl.arange.
+    """
+    text: gl.constexpr = _copy_rows(LANES)
+    operands: gl.constexpr = _operands(LANES // 2)
+    return gl.inline_asm_elementwise(text, operands, [zeros], gl.int32, is_pure=False, pack=LANES // 2)
+
+
 # mbarriers
 
 
@@ -343,6 +372,13 @@ def load_boxes(tensor_map, row, head, page, ROWS: gl.constexpr, PLACE: gl.conste
     text: gl.constexpr = _boxes(PLACE, BARRIER, ROWS, COLUMN_BLOCKS, COLUMN_BLOCK_BYTES)
     gl.inline_asm_elementwise(text, "=r,r,r,l,r,r,r", [offset, barrier_offset, tensor_map, row, head, page], gl.int32,
                               is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def acquire_tensor_map(tensor_map):
+    """Before the first use of a descriptor in global memory, whose bytes came there by an ordinary copy."""
+    text: gl.constexpr = "fence.proxy.tensormap::generic.acquire.gpu [$1], 128; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,l", [tensor_map], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
