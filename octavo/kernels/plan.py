@@ -244,20 +244,23 @@ def find_item(index, capacity, num_states, table, C: tl.constexpr):
     Sequences follow each other as they come; all their items are in one list. As in plan_kernel, broken offsets that
     ask for more than `capacity` items or num_states partial states get nothing.
     """
-    lane = tl.arange(0, C.OTHERS)
-    q_start, q_len, kv_len, position = sequence_shape(table, lane, C.PAGE_SIZE, C.DENSE)
+    _, q_len, kv_len, _ = sequence_shape(table, tl.arange(0, C.OTHERS), C.PAGE_SIZE, C.DENSE)
     _, work = work_of(q_len, kv_len, C)
     limits = limits_of(tl.sum(work, 0), 0, C)
-    _, parts, items, states = items_of(q_len, kv_len, limits, C)
-    ends = tl.cumsum(items, 0)
-    chosen = (ends - items <= index) & (index < ends)
-    found = (index < tl.sum(items, 0)) & (tl.sum(items, 0) <= capacity) & (tl.sum(states, 0) <= num_states)
-    inside = index - tl.sum(tl.where(chosen, ends - items, 0), 0)
-    first_slot = tl.sum(tl.where(chosen, tl.cumsum(states, 0) - states, 0), 0)
-    shape = (tl.sum(tl.where(chosen, q_start, 0), 0), tl.sum(tl.where(chosen, q_len, 0), 0),
-             tl.sum(tl.where(chosen, kv_len, 0), 0), tl.sum(tl.where(chosen, position, 0), 0))  # fmt: skip
-    parts = tl.maximum(tl.sum(tl.where(chosen, parts, 0), 0), 1)
-    return found, make_item(inside, shape, tl.sum(tl.where(chosen, lane, 0), 0), parts, first_slot, C)
+    _, _, items, states = items_of(q_len, kv_len, limits, C)
+    # Items and states in one number: every sum over the sequences makes all warps wait for each other.
+    both = (items.to(tl.int64) << 32) | states.to(tl.int64)
+    ends = tl.cumsum(both, 0)
+    is_before = (ends >> 32) <= index
+    sequence = tl.sum(is_before.to(tl.int32), 0)
+    before = tl.sum(tl.where(is_before, both, 0), 0)
+    total = tl.sum(both, 0)
+    total_items, total_states = total >> 32, total & 0xFFFFFFFF
+    found = (index < total_items) & (total_items <= capacity) & (total_states <= num_states)
+    shape = sequence_shape(table, sequence, C.PAGE_SIZE, C.DENSE)
+    _, parts, _, _ = items_of(shape[1], shape[2], limits, C)
+    inside = index - (before >> 32).to(tl.int32)
+    return found, make_item(inside, shape, sequence, parts, (before & 0xFFFFFFFF).to(tl.int32), C)
 
 
 @triton.jit(do_not_specialize=["table_stride", "entries", "num_tokens", "num_sequences", "capacity", "main_room",
