@@ -1,6 +1,7 @@
 """Which backend serves what, with reasons; the sm_90 kernel's probe, its limits and its TMA descriptors. No GPU."""
 
 import ctypes
+import importlib
 import importlib.util
 import math
 import os
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from octavo import AttentionSpec, BatchAttention, PagedBatch, api
-from octavo.backends import AttentionCall, catalog, hopper, resolve, tensor_maps
+from octavo.backends import AttentionCall, catalog, hopper, portable, resolve, tensor_maps
+from octavo.backends import triton as triton_backend
+from octavo.backends.launch import Launcher
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER, box_rows, run_form
+from octavo.bench.workloads import Workload, make_inputs
 from octavo.problem import Arch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -270,3 +274,43 @@ def test_descriptors(cache, form, shape, strides, rows, encoded):
     assert got_shape == shape and got_strides[: len(strides)] == strides
     assert box == [64, rows, 1, 1]
     assert all(stride % 16 == 0 for stride in got_strides)
+
+
+# Launches
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "expected"),
+    [
+        ((256,), (512,), ["plan_kernel", "attention_hopper_kernel"]),
+        ((64,), (30000,), ["plan_kernel", "attention_hopper_kernel"]),
+        ((256, 1, 1), (512, 3000, 40), ["plan_kernel", "attention_hopper_kernel", "attention_kernel"]),
+        ((1, 1), (4096, 4096), ["attention_inline_kernel"]),
+        ((1,) * 300, (2048,) * 300, ["plan_kernel", "attention_kernel"]),
+    ],
+    ids=["prefill", "cut prefill", "mixed", "decode", "many"],
+)
+def test_what_is_launched_fits_the_kernels_signatures(qo_lens, kv_lens, expected, monkeypatch):
+    """A launcher that lags behind its kernel, or behind what it shares with others, shows without a GPU."""
+    launched = []
+
+    def launch(self, grid, key, arguments, constants, options=None):
+        kernel = getattr(importlib.import_module(self._module), self._name)
+        names = kernel.arg_names
+        assert len(arguments) + len(constants) == len(names) and list(constants) == names[len(arguments) :]
+        hash(key)
+        assert all(n > 0 for n in grid)
+        launched.append(self._name)
+
+    for module in (hopper, triton_backend, portable):
+        monkeypatch.setattr(module, "arch_of", lambda device: H200)
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    monkeypatch.setattr(hopper.MAPS, "find", lambda *_: torch.empty(256, dtype=torch.uint8), raising=False)
+    x = make_inputs(Workload("launches", qo_lens, kv_lens), SPEC, "cpu")
+    out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2])
+    call = AttentionCall(SPEC, x.batch, x.q, x.kv.k_cache, x.kv.v_cache, out, lse, SPEC.default_scale)
+    backend = hopper.HopperBackend()
+    backend.attend(call)
+    assert launched == expected

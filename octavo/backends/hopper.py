@@ -55,7 +55,8 @@ class HopperBackend(TritonBackend):
     def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
         if block_m == LARGE_ROWS and _is_addressable(call):
             assert call.form is not None
-            config, layout = planned(call.spec, call.form, self.tuning.split, call.batch.is_dense, plan.numel())[1:]
+            arch, dense = arch_of(call.q.device), call.batch.is_dense
+            _, config, layout = planned(call.spec, call.form, self.tuning, arch, dense, plan.numel())
             _launch(call, plan, layout, config.split.cuts)
         else:
             super().attend_tiles(call, plan, block_m)
