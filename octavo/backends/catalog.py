@@ -6,7 +6,14 @@ from typing import Any
 import torch
 
 from octavo.backends import hopper
-from octavo.backends.constants import append_constants, launches_early, merge_constants, plan_constants, plan_options
+from octavo.backends.constants import (
+    append_constants,
+    launches_early,
+    list_options,
+    merge_constants,
+    plan_constants,
+    plan_options,
+)
 from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
@@ -141,7 +148,7 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True)
     name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}"
     early = launches_early(arch)
     constants = {"COUNT": NUM_ITEMS, **constants, "EARLY": early}
-    options |= {"launch_pdl": True} if early else {}
+    options |= list_options(block_m, arch)
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )

@@ -17,7 +17,8 @@ APPEND_TOKENS, MERGE_ROWS = 16, 16
 COMBINED_ROWS = 8
 COMBINED_BYTES, FEWER_COMBINED_BYTES = 16 << 10, 8 << 10
 """Partial states that are copied to shared memory at a time when they are combined; three such copies are under way.
-Fewer where tiles are large: they have few parts, and their operands fill shared memory and registers."""
+Fewer where tiles are large: they have few parts, and their operands fill shared memory and registers; and for short
+rows, which would be many."""
 
 
 class ListConstants(NamedTuple):
@@ -75,6 +76,15 @@ def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool, ear
     )
 
 
+def list_options(block_m: int, arch: Arch) -> dict[str, int]:
+    """Compiler options, beside the tile's, of the kernel that takes planned items."""
+    options: dict[str, int] = {"launch_pdl": True} if launches_early(arch) else {}
+    if arch.kind == "cuda" and arch.sm >= 100 and block_m == SMALL_ROWS:
+        # Without a bound of its own ptxas takes 128 here, and spills.
+        options["maxnreg"] = 255
+    return options
+
+
 def plan_options(arch: Arch) -> dict[str, int]:
     """Compiler options of the planner. Without a bound of its own, ptxas takes a lower one, and spills."""
     return {"num_warps": 8, "maxnreg": 128} if arch.kind == "cuda" else {"num_warps": 8}
@@ -91,7 +101,7 @@ def attention_constants(
 ) -> tuple[dict[str, int | str], dict[str, int]]:
     """(constexprs that the attention kernels share, compiler options)."""
     width = next_power_of_2(spec.v_dim)
-    room = COMBINED_BYTES if tile.block_m == SMALL_ROWS else FEWER_COMBINED_BYTES
+    room = COMBINED_BYTES if tile.block_m == SMALL_ROWS and width > 64 else FEWER_COMBINED_BYTES
     parts = room // (COMBINED_ROWS * width * 4)
     constants: dict[str, int | str] = {
         "GROUP": spec.group_size,

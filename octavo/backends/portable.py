@@ -14,6 +14,7 @@ from octavo.backends.constants import (
     PlanConstants,
     attention_constants,
     launches_early,
+    list_options,
     plan_constants,
 )
 from octavo.backends.launch import Launcher, Zeros, alignment, on_device_of
@@ -116,7 +117,7 @@ def list_launch(
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     early = launches_early(bounds.arch)
     constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared, "EARLY": early}
-    options |= {"launch_pdl": True} if early else {}
+    options = {**options, **list_options(block_m, bounds.arch)}
     first_item = layout.capacity - 1 if is_small else 0
     return ListLaunch(items, (first_item, *states), (tile, cuts, is_small), constants, options)
 
