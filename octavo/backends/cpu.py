@@ -7,6 +7,7 @@ import torch
 from octavo.backends import cpu_attention
 from octavo.backends.base import AttentionCall
 from octavo.backends.cpu_pages import sequences_of
+from octavo.backends.cpu_tiles import fold_state
 from octavo.errors import fail
 from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
@@ -66,5 +67,5 @@ class CpuBackend:
             total, total_lse = torch.zeros(out[rows].shape), torch.full(lse[rows].shape, -math.inf)
             part = torch.empty_like(total)
             for x, x_lse in zip(outs, lses, strict=True):
-                cpu_attention.fold_state(total, total_lse, x[rows], x_lse[rows], part)
+                fold_state(total, total_lse, x[rows], x_lse[rows], part)
             out[rows], lse[rows] = total, total_lse

@@ -24,6 +24,10 @@ class SequencePages:
     num_pages: int
     page_ids: Tensor
 
+    def live_rows(self, causal: bool) -> int:
+        """How many rows see a key: the last ones."""
+        return min(self.q_len, self.kv_len) if causal else self.q_len * bool(self.kv_len)
+
     @cached_property
     def first_of_run(self) -> int | None:
         """The first page's id where the others follow it one by one."""
