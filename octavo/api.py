@@ -1,25 +1,23 @@
-"""The public operator: `run` and `attend` for one call, `BatchAttention` for a plan that many layers share."""
+"""The public operator in one call: `run`, and `attend` over canonical values."""
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 
 from octavo import ops
-from octavo.backends import Choice, arch_of, resolve
-from octavo.errors import fail
+from octavo.backends import AttentionCall, arch_of, resolve
+from octavo.batch_attention import BatchAttention
+from octavo.calls import Ready, Remembered, Unchecked, look_of, look_of_table, needs_gradient
 from octavo.kv_cache import PagedKV
 from octavo.planning.form import PlanForm
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Indptr, KeyCache, LogSumExp, Output, PageIds, PerSequence, Queries, Tensor, ValueCache
-from octavo.validation import (
-    check_batch,
-    check_call,
-    check_device,
-    check_outputs,
-    check_scale,
-    check_values,
-    spec_of,
-)
+from octavo.validation import check_call, check_scale, check_values, reads_values, spec_of
+
+READY: Remembered[Ready] = Remembered()
+
+Options = tuple[bool, bool, str | None]
+"""causal, batch_invariant, backend."""
 
 
 def run(
@@ -67,11 +65,16 @@ def run(
     >>> lse[:, 0].exp2().round().tolist()  # the first query sees 3 keys, the second 4
     [3.0, 4.0]
     """
-    batch = PagedBatch.csr(qo_indptr, kv_indptr, kv_indices, last_page_len)
+    fields = (qo_indptr, kv_indices, kv_indptr, last_page_len, None)
+    options = (causal, batch_invariant, backend)
+    if not validate:
+        ready = _recall(_look(q, k_cache, v_cache, fields, options, isinstance(sm_scale, Tensor)))
+        if ready is not None:
+            return _attend_ready(ready, q, k_cache, v_cache, PagedBatch(*fields), sm_scale)
     return attend(
         q,
         PagedKV(k_cache, v_cache),
-        batch,
+        PagedBatch.csr(qo_indptr, kv_indptr, kv_indices, last_page_len),
         sm_scale=sm_scale,
         causal=causal,
         batch_invariant=batch_invariant,
@@ -92,183 +95,77 @@ def attend(
     backend: str | None = None,
 ) -> tuple[Output, LogSumExp]:
     """`run` over canonical values: any cache layout (`PagedKV`), any page table form (`PagedBatch`)."""
+    options = (causal, batch_invariant, backend)
+    look = _look(q, kv.k_cache, kv.v_cache, batch.fields(), options, isinstance(sm_scale, Tensor))
+    ready = None if validate else _recall(look)
+    if ready is not None:
+        return _attend_ready(ready, q, kv.k_cache, kv.v_cache, batch, sm_scale)
     spec = spec_of(q, kv, causal)
     check_call(spec, q, kv, batch)
-    if q.device.type == "cpu" and torch.cuda.is_available() and backend != "cpu":
-        options = {"causal": causal, "batch_invariant": batch_invariant, "backend": backend}
-        return _attend_on_gpu(q, kv, batch, sm_scale, options)
-    scale, scale_tensor = check_scale(sm_scale, spec.default_scale, q.device)
-    if _reads_values(q, validate):
+    if reads_values(q, validate):
         check_values(spec, batch, q.shape[0], kv.num_pages)
-    inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), None, scale_tensor, scale)
-    form: tuple[int, ...] = ()
+    if q.device.type == "cpu" and torch.cuda.is_available() and backend != "cpu":
+        moved = PagedKV(kv.k_cache.cuda(), kv.v_cache.cuda())
+        _, out, lse = _attend_checked(spec, q.cuda(), moved, batch.to("cuda"), sm_scale, options)
+        return out.cpu(), lse.cpu()
+    ready, out, lse = _attend_checked(spec, q, kv, batch, sm_scale, options)
+    if look is not None and ready is not None:
+        READY.put(look, ready)
+    return out, lse
+
+
+def _look(
+    q: Unchecked, k_cache: Unchecked, v_cache: Unchecked, fields: tuple[Unchecked, ...], options: Options, scaled: bool
+) -> Hashable:
+    """None where nothing is remembered: for an operator that PyTorch must see, on the CPU, whose values are checked at
+    every call, and for what the checks will refuse."""
+    if ops.is_traced(q):
+        return None
+    try:
+        if not q.is_cuda or needs_gradient(q, k_cache, v_cache):
+            return None
+        looks = look_of(q), look_of(k_cache), look_of(v_cache), look_of_table(fields, k_cache.shape[1])
+    except (AttributeError, IndexError):
+        return None
+    return looks, options, scaled
+
+
+def _recall(look: Hashable) -> Ready | None:
+    return None if look is None else READY.get(look)
+
+
+def _attend_ready(
+    ready: Ready, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, sm_scale: float | Tensor | None
+) -> tuple[Output, LogSumExp]:
+    scale, scale_tensor = check_scale(sm_scale, ready.spec.default_scale, q.device)
+    out, lse = ops.empty_outputs(q, v_cache)
+    ready(AttentionCall(ready.spec, batch, q, k_cache, v_cache, out, lse, scale, scale_tensor, None, ready.form))
+    return out, lse
+
+
+def _attend_checked(
+    spec: AttentionSpec,
+    q: Tensor,
+    kv: PagedKV,
+    batch: PagedBatch,
+    sm_scale: float | Tensor | None,
+    options: Options,
+) -> tuple[Ready | None, Output, LogSumExp]:
+    causal, batch_invariant, name = options
+    scale, scale_tensor = check_scale(sm_scale, spec.default_scale, q.device)
+    form: PlanForm | None = None
     if batch_invariant:
         arch = arch_of(q.device)
-        form = resolve(spec, arch, backend).backend.plan_form(spec, q.shape[0], batch, arch, True) or ()
-    operator = ops.attention if ops.is_traced(q) else ops.attention_now
-    return operator(*inputs, causal=causal, backend=backend or "", form=form)
+        form = resolve(spec, arch, name).backend.plan_form(spec, q.shape[0], batch, arch, True)
+    if ops.is_traced(q):
+        inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), None, scale_tensor, scale)
+        return None, *ops.attention(*inputs, causal=causal, backend=name or "", form=form or ())
+    backend = resolve(spec, arch_of(q.device), name).backend
+    out, lse = ops.empty_outputs(q, kv.v_cache)
+    call = AttentionCall(spec, batch, q, kv.k_cache, kv.v_cache, out, lse, scale, scale_tensor, None, form)
+    ready = Ready.of(call, backend)
+    ready(call)
+    return ready, out, lse
 
 
-def _attend_on_gpu(
-    q: Queries, kv: PagedKV, batch: PagedBatch, sm_scale: float | Tensor | None, options: dict[str, Any]
-) -> tuple[Output, LogSumExp]:
-    if _reads_values(q, False):
-        check_values(spec_of(q, kv, options["causal"]), batch, q.shape[0], kv.num_pages)
-    moved = PagedKV(kv.k_cache.cuda(), kv.v_cache.cuda())
-    out, lse = attend(q.cuda(), moved, batch.to("cuda"), sm_scale=sm_scale, **options)
-    return out.cpu(), lse.cpu()
-
-
-def _reads_values(x: Tensor, validate: bool) -> bool:
-    return (validate or x.device.type == "cpu") and not torch.compiler.is_compiling()
-
-
-class BatchAttention:
-    """A plan, made once per step, that every layer's `run` uses; owns the workspace that the plan lives in.
-
-    Args:
-        spec: the static problem.
-        device: where the batches live; None is the current CUDA device, or the CPU where there is none.
-        max_tokens: upper bound on query tokens (rows of q). With max_sequences it sizes the workspace once, as CUDA
-            graphs need; without, `plan` needs num_tokens on a GPU and the workspace grows.
-        max_sequences: upper bound on sequences.
-        batch_invariant: as in `run`.
-        backend: name of the backend to use; None chooses.
-
-    >>> import torch
-    >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    >>> attn = BatchAttention(spec, device="cpu")
-    >>> attn.plan(PagedBatch.csr(torch.tensor([0, 1]), torch.tensor([0, 3]), torch.tensor([2, 0, 1])))
-    >>> cache = torch.zeros(3, 1, 2, 16)
-    >>> attn.run(torch.zeros(1, 4, 16), PagedKV(cache, cache))[0].shape
-    torch.Size([1, 4, 16])
-    """
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        device: torch.device | str | None = None,
-        max_tokens: int | None = None,
-        max_sequences: int | None = None,
-        batch_invariant: bool = False,
-        backend: str | None = None,
-    ) -> None:
-        self.spec = spec
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.choice: Choice = resolve(spec, arch_of(self.device), backend)
-        self.max_tokens, self.max_sequences = max_tokens, max_sequences
-        self.batch_invariant = batch_invariant
-        self._workspace = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._batch: PagedBatch | None = None
-        self._num_tokens = 0
-        self._form: PlanForm | None = None
-        if max_tokens is not None and max_sequences is not None:
-            self._reserve(max_tokens, max_sequences)
-
-    def plan(self, batch: PagedBatch, num_tokens: int | None = None, *, validate: bool = False) -> None:
-        """Make the work items of one step, on the device, without a host synchronisation.
-
-        Args:
-            batch: the step's page tables; kept by reference, so a captured graph sees later contents.
-            num_tokens: rows that q will have at most; None means max_tokens (on the CPU, what qo_indptr says).
-            validate: also check index values on a GPU, which synchronises.
-
-        A plan that raises leaves the previous one usable.
-        """
-        check_batch(self.spec, batch)
-        check_device("qo_indptr", batch.qo_indptr, self.device)
-        if _reads_values(batch.qo_indptr, validate):
-            check_values(self.spec, batch, num_tokens, None)
-        tokens = self._token_bound(batch, num_tokens)
-        if self.max_sequences is not None and batch.num_sequences > self.max_sequences:
-            fail("batch", f"at most max_sequences={self.max_sequences}", batch.num_sequences, "raise max_sequences")
-        backend = self.choice.backend
-        form = backend.plan_form(self.spec, tokens, batch, arch_of(self.device), self.batch_invariant)
-        if form is not None:
-            if backend.plan_words(self.spec, tokens, batch.num_sequences, form) > self._workspace.numel():
-                self._reserve(tokens, batch.num_sequences)
-            self._plan_on_device(batch, tokens, form)
-        self._batch, self._num_tokens, self._form = batch, tokens, form
-
-    def _plan_on_device(self, batch: PagedBatch, tokens: int, form: PlanForm) -> None:
-        s = self.spec
-        operator = ops.plan if ops.is_traced(batch.qo_indptr) else ops.plan_now
-        operator(
-            ops.pack_batch(batch),
-            self._workspace,
-            tokens,
-            shape=[s.num_qo_heads, s.num_kv_heads, s.head_dim, s.v_dim, s.page_size],
-            dtype=s.dtype,
-            causal=s.causal,
-            backend=self.choice.backend.name,
-            form=form,
-        )
-
-    def _token_bound(self, batch: PagedBatch, num_tokens: int | None) -> int:
-        if num_tokens is None:
-            num_tokens = self.max_tokens
-        if num_tokens is None and self.device.type == "cpu":
-            num_tokens = int(batch.qo_indptr[-1])
-        if num_tokens is None:
-            fail("num_tokens", "the rows of q, or max_tokens at creation", None, "attn.plan(batch, num_tokens=len(q))")
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            fail("num_tokens", f"at most max_tokens={self.max_tokens}", num_tokens, "raise max_tokens at creation")
-        return num_tokens
-
-    def _reserve(self, tokens: int, sequences: int) -> None:
-        tokens, sequences = max(tokens, self.max_tokens or 0), max(sequences, self.max_sequences or 0)
-        arch = arch_of(self.device)
-        words = self.choice.backend.max_plan_words(self.spec, tokens, sequences, arch, self.batch_invariant)
-        self._workspace = torch.empty(words, dtype=torch.int32, device=self.device)
-
-    def run(
-        self,
-        q: Queries,
-        kv: PagedKV,
-        *,
-        sm_scale: float | Tensor | None = None,
-        out: Output | None = None,
-        lse: LogSumExp | None = None,
-    ) -> tuple[Output, LogSumExp]:
-        """Attention of one layer under the current plan.
-
-        Args:
-            q: [tokens, qo_heads, head_dim], at most as many rows as planned.
-            kv: this layer's cache.
-            sm_scale: float or 0-d tensor; None means 1 / sqrt(head_dim). A tensor on the GPU is read there.
-            out, lse: buffers to write, both or neither.
-        """
-        batch = self._batch
-        if batch is None:
-            raise RuntimeError("BatchAttention.run: expected a plan, got none; fix: call plan(batch) first")
-        check_call(self.spec, q, kv, batch)
-        check_outputs(self.spec, q, out, lse)
-        if q.shape[0] > self._num_tokens:
-            fail("q", f"at most the {self._num_tokens} rows planned", q.shape[0], "plan with num_tokens=len(q)")
-        scale, scale_tensor = check_scale(sm_scale, self.spec.default_scale, q.device)
-        if _reads_values(q, False):
-            check_values(self.spec, batch, q.shape[0], kv.num_pages)
-        form = self._form or ()
-        plan = self._workspace if form else None
-        inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), plan, scale_tensor, scale)
-        causal, backend = self.spec.causal, self.choice.backend.name
-        traced = ops.is_traced(q)
-        if out is None or lse is None:
-            operator = ops.attention if traced else ops.attention_now
-            return operator(*inputs, causal=causal, backend=backend, form=form)
-        write = ops.attention_out if traced else ops.attention_out_now
-        write(*inputs, causal=causal, backend=backend, form=form, out=out, lse=lse)
-        return out, lse
-
-    def explain(self) -> str:
-        """The chosen backend, its tiles and bounds, and why each other backend was not taken."""
-        lines = [f"spec      {self.spec}", f"backend   {self.choice.backend.name} on {self.device}"]
-        if self._batch is not None:
-            tiles = self._form.describe() if self._form else "per sequence"
-            lines += [f"plan      {self._batch}", f"tiles     {tiles}, at most {self._num_tokens} tokens"]
-        lines.append(f"workspace {self._workspace.numel() * 4} bytes")
-        lines += [f"not {name}: {reason}" for name, reason in self.choice.rejected]
-        return "\n".join(lines)
+__all__ = ["BatchAttention", "attend", "run"]

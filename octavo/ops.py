@@ -43,7 +43,7 @@ def _unpack_batch(tensors: list[Tensor | None]) -> PagedBatch:
     return PagedBatch(qo_indptr, page_table, kv_indptr, last_page_len, kv_lens)
 
 
-def _empty_outputs(q: Tensor, v_cache: Tensor) -> tuple[Output, LogSumExp]:
+def empty_outputs(q: Tensor, v_cache: Tensor) -> tuple[Output, LogSumExp]:
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
     return out, q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
 
@@ -82,7 +82,7 @@ def _attention(
     backend: str = "",
     form: Sequence[int] = (),
 ) -> tuple[Output, LogSumExp]:
-    out, lse = _empty_outputs(q, v_cache)
+    out, lse = empty_outputs(q, v_cache)
     inputs = (q, k_cache, v_cache, batch, plan, scale_tensor, sm_scale)
     _attention_out(*inputs, causal=causal, backend=backend, form=form, out=out, lse=lse)
     return out, lse
@@ -133,7 +133,7 @@ for _name, _function in _IMPLEMENTATIONS.items():
 def _attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *unused: object, **options: object
 ) -> tuple[Output, LogSumExp]:
-    return _empty_outputs(q, v_cache)
+    return empty_outputs(q, v_cache)
 
 
 @torch.library.register_fake("octavo::merge", lib=_LIBRARY)
@@ -149,13 +149,11 @@ for _name in ("attention_out", "plan", "append"):
     torch.library.register_fake(f"octavo::{_name}", _writes_only, lib=_LIBRARY)
 
 
-def is_traced(x: Tensor) -> bool:
+def is_traced(x: object) -> bool:
     """Whether PyTorch must see an operator: under torch.compile or export, or for tensor subclasses (fakes, modes)."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-# The dispatcher costs some 15 us a call; what it would do for plain tensors is done here without it.
-attention_now, attention_out_now, plan_now = _attention, _attention_out, _plan
 attention = torch.ops.octavo.attention.default
 attention_out = torch.ops.octavo.attention_out.default
 plan = torch.ops.octavo.plan.default

@@ -147,6 +147,10 @@ class PagedBatch:
         }
         return {name: x for name, x in named.items() if x is not None}
 
+    def fields(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(qo_indptr, page_table, kv_indptr, last_page_len, kv_lens)."""
+        return self.qo_indptr, self.page_table, self.kv_indptr, self.last_page_len, self.kv_lens
+
     def to(self, device: torch.device | str) -> "PagedBatch":
         """The same batch with all index tensors on `device`."""
 

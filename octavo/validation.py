@@ -132,6 +132,11 @@ def check_scale(sm_scale: float | Tensor | None, default: float, device: torch.d
     return float(sm_scale), None
 
 
+def reads_values(x: Tensor, validate: bool) -> bool:
+    """Whether the contents of index tensors beside x are checked: on the CPU always, on a GPU when asked."""
+    return (validate or x.device.type == "cpu") and not torch.compiler.is_compiling()
+
+
 def check_values(spec: AttentionSpec, batch: PagedBatch, num_tokens: int | None, num_pages: int | None) -> None:
     """Contents of the index tensors. Synchronises on a GPU. None skips what needs the count."""
     qo = batch.qo_indptr

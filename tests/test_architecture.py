@@ -14,8 +14,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import its own layer and those to its left.
 BASE = ("errors", "shapes", "problem", "kv_cache", "work_item")
-LAYERS = (BASE, ("validation", "reference"), ("planning", "kernels"), ("backends",), ("ops",))
-LAYERS += (("api", "append", "merge"), ("", "__init__"), ("aot", "bench"), ("cli", "__main__"))
+LAYERS = (BASE, ("validation", "reference"), ("planning", "kernels"), ("backends",), ("ops", "calls"))
+LAYERS += (("api", "batch_attention", "append", "merge", "cascade"), ("", "__init__"), ("aot", "bench"))
+LAYERS += (("compat", "integrations"), ("cli", "__main__"))
 
 MAX_HOST_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 500, 50, 8
 

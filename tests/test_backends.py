@@ -10,10 +10,10 @@ import warnings
 import pytest
 import torch
 
-from octavo import AttentionSpec, BatchAttention, PagedBatch, api
-from octavo.backends import AttentionCall, catalog, hopper, portable, resolve, tensor_maps
+from octavo import AttentionSpec, BatchAttention, PagedBatch, batch_attention
+from octavo.backends import AttentionCall, catalog, hopper, portable, resolve, runs, tensor_maps
 from octavo.backends import triton as triton_backend
-from octavo.backends.launch import Launcher
+from octavo.backends.launch import Launch
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER, box_rows, run_form
 from octavo.bench.workloads import Workload, make_inputs
 from octavo.problem import Arch
@@ -108,7 +108,7 @@ def test_without_triton_neither_kernel_serves(monkeypatch):
 @needs_triton
 def test_probe_failure_falls_back_with_one_warning(probe, monkeypatch):
     probe.error = NotImplementedError("no such operation")
-    monkeypatch.setattr(api, "arch_of", lambda device: H200)
+    monkeypatch.setattr(batch_attention, "arch_of", lambda device: H200)
     with pytest.warns(RuntimeWarning, match="the portable one serves: .*no such operation") as warned:
         first = BatchAttention(SPEC, device="cpu")
     assert len(warned) == 1 and first.choice.backend.name == "triton"
@@ -296,17 +296,17 @@ def test_what_is_launched_fits_the_kernels_signatures(qo_lens, kv_lens, expected
     """A launcher that lags behind its kernel, or behind what it shares with others, shows without a GPU."""
     launched = []
 
-    def launch(self, grid, key, arguments, constants, options=None):
+    def launch(self, grid, arguments):
         kernel = getattr(importlib.import_module(self._module), self._name)
-        names = kernel.arg_names
-        assert len(arguments) + len(constants) == len(names) and list(constants) == names[len(arguments) :]
-        hash(key)
+        names, constants = kernel.arg_names, list(self._constants)
+        assert len(arguments) + len(constants) == len(names) and constants == names[len(arguments) :]
         assert all(n > 0 for n in grid)
         launched.append(self._name)
 
-    for module in (hopper, triton_backend, portable):
+    for module in (hopper, triton_backend, portable, runs):
         monkeypatch.setattr(module, "arch_of", lambda device: H200)
-    monkeypatch.setattr(Launcher, "__call__", launch)
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(hopper, "current_stream", lambda device: 0)
     monkeypatch.setattr(hopper.MAPS, "find", lambda *_: torch.empty(256, dtype=torch.uint8), raising=False)
     x = make_inputs(Workload("launches", qo_lens, kv_lens), SPEC, "cpu")
     out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2])

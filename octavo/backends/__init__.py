@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from octavo.backends.arch import arch_of
-from octavo.backends.base import AttentionCall, Backend
+from octavo.backends.base import AttentionCall, Backend, Prepared
 from octavo.backends.cpu import CpuBackend
 from octavo.backends.hopper import HopperBackend
 from octavo.backends.triton import TritonBackend
@@ -48,4 +48,4 @@ def resolve(spec: AttentionSpec | None, arch: Arch, override: str | None = None)
     return Choice(chosen, tuple(rejected))
 
 
-__all__ = ["BACKENDS", "AttentionCall", "Backend", "Choice", "arch_of", "resolve"]
+__all__ = ["BACKENDS", "AttentionCall", "Backend", "Choice", "Prepared", "arch_of", "resolve"]

@@ -1,5 +1,6 @@
 """What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from octavo.planning.form import PlanForm
@@ -24,6 +25,11 @@ class AttentionCall(NamedTuple):
     """Work items written by `Backend.plan`, or None: then the backend plans inside the call."""
     form: PlanForm | None = None
     """Form that the plan was made in; None where plan is None: then the backend chooses."""
+
+
+Prepared = Callable[[AttentionCall], None]
+"""Computes calls that look like the one it was prepared for: all but the tensors' addresses and contents, the value of
+sm_scale, and the length of the page table is the same."""
 
 
 @runtime_checkable
@@ -51,8 +57,16 @@ class Backend(Protocol):
     def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
         """Write the work items into `plan`. No host synchronisation; capturable."""
 
+    def prepare_plan(
+        self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, words: int
+    ) -> Callable[[PagedBatch, Tensor], None]:
+        """`plan` for batches that look like this one, into plans of so many words."""
+
     def attend(self, call: AttentionCall) -> None:
         """Compute `call.out` and `call.lse`."""
+
+    def prepare(self, call: AttentionCall) -> Prepared:
+        """`attend` for calls that look like this one, whose sm_scale is not negative."""
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
         """Write new keys and values at the end of each sequence."""

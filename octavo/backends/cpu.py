@@ -1,11 +1,12 @@
 """CPU: pages gathered once per sequence, then PyTorch's own attention; no tokens x keys mask is ever built."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from octavo.backends import cpu_attention
-from octavo.backends.base import AttentionCall
+from octavo.backends.base import AttentionCall, Prepared
 from octavo.backends.cpu_pages import sequences_of
 from octavo.backends.cpu_tiles import fold_state
 from octavo.errors import fail
@@ -39,8 +40,16 @@ class CpuBackend:
     def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
         raise ValueError("plan: the CPU backend makes no device plan")
 
+    def prepare_plan(
+        self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, words: int
+    ) -> Callable[[PagedBatch, Tensor], None]:
+        raise ValueError("plan: the CPU backend makes no device plan")
+
     def attend(self, call: AttentionCall) -> None:
         cpu_attention.attend(call)
+
+    def prepare(self, call: AttentionCall) -> Prepared:
+        return self.attend
 
     def append(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
         page_size = k_cache.shape[1]

@@ -9,11 +9,12 @@ import torch
 
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
-from octavo.backends.launch import Launcher, alignment, on_device_of
+from octavo.backends.launch import Launch, Launcher, alignment, current_stream
 from octavo.backends.portable import planned
+from octavo.backends.runs import ListRunner
 from octavo.backends.tensor_maps import RUNS_NEVER, TensorMaps, box_rows, run_form
 from octavo.backends.triton import TritonBackend
-from octavo.planning.form import PlanLayout
+from octavo.planning.form import PlanForm, PlanLayout
 from octavo.planning.tiles import LARGE_ROWS, SMALL_ROWS
 from octavo.problem import Arch, AttentionSpec
 from octavo.shapes import Tensor
@@ -25,6 +26,7 @@ UNIT = 8  # elements in 16 bytes, in which the kernel counts
 MAX_UNITS, MAX_ROWS = 1 << 32, 1 << 31
 LOG2_E = math.log2(math.e)
 TINY_SCALE = 2.0**-100
+NEAR_MAPS = 1024  # found by address alone: a model's layers
 
 ATTENTION = Launcher("octavo.kernels.attention_hopper", "attention_hopper_kernel")
 MAPS = TensorMaps()
@@ -52,14 +54,12 @@ class HopperBackend(TritonBackend):
             return 0
         return super().workers(spec, block_m, arch)
 
-    def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
-        if block_m == LARGE_ROWS and _is_addressable(call):
-            assert call.form is not None
-            arch, dense = arch_of(call.q.device), call.batch.is_dense
-            _, config, layout = planned(call.spec, call.form, self.tuning, arch, dense, plan.numel())
-            _launch(call, plan, layout, config.split.cuts)
-        else:
-            super().attend_tiles(call, plan, block_m)
+    def main_run(self, call: AttentionCall, form: PlanForm, words: int) -> ListRunner:
+        if form.block_m != LARGE_ROWS or not _is_addressable(call):
+            return super().main_run(call, form, words)
+        arch = arch_of(call.q.device)
+        _, config, layout = planned(call.spec, form, self.tuning, arch, call.batch.is_dense, words)
+        return HopperRun(call, layout, config.split.cuts)
 
 
 def _not_served(spec: AttentionSpec) -> str | None:
@@ -125,25 +125,47 @@ def attention_constants(spec: AttentionSpec, runs: int, cuts: bool = False) -> t
     return constants, {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def _launch(call: AttentionCall, plan: Tensor, layout: PlanLayout, cuts: bool) -> None:
-    q, k_cache, v_cache, out, lse, table = call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table
-    with on_device_of(q):
+class HopperRun:
+    """The kernel over the main list of a plan, for calls that look like `call`."""
+
+    def __init__(self, call: AttentionCall, layout: PlanLayout, cuts: bool) -> None:
+        q, k_cache, v_cache, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
+        self._spec, self._cuts, self._scaled = call.spec, cuts, call.scale_tensor is not None
+        self._key = (call.spec, cuts, call.batch.page_table.dtype, self._scaled, q.device)
         runs = run_form(k_cache)
-        runs = runs if runs == run_form(v_cache) else RUNS_NEVER
-        maps = MAPS.find(k_cache, v_cache, runs) if runs != RUNS_NEVER else None
-        runs = RUNS_NEVER if maps is None else runs
+        self._runs = runs if runs == run_form(v_cache) else RUNS_NEVER
+        self._grid = (min(arch_of(q.device).num_sms, layout.capacity), 1, 1)
         strides = (*q.stride()[:2], *_cache_strides(k_cache), *_cache_strides(v_cache), *out.stride()[:2])
         units = [stride // UNIT for stride in strides]
+        counts = (q.shape[0], k_cache.shape[0], layout.capacity, layout.states)
+        self._rest = (*counts, *units, *lse.stride())
+        self._forms: dict[int, Launch] = {}
+        self._maps: dict[tuple[int, int, int], Tensor] = {}
+
+    def __call__(self, call: AttentionCall, plan: Tensor) -> None:
+        maps = self._find_maps(call.k_cache, call.v_cache) if self._runs != RUNS_NEVER else None
+        runs = RUNS_NEVER if maps is None else self._runs
         scale_log2 = call.sm_scale * LOG2_E
-        if call.scale_tensor is None:
-            # A masked score, -inf, times 0 would be NaN; the backend has made the scale positive.
+        if not self._scaled:
+            # A masked score, -inf, times 0 would be NaN; the scale is not negative.
             scale_log2 = max(scale_log2, TINY_SCALE)
+        tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
         scale = (call.scale_tensor, plan if maps is None else maps, scale_log2)
-        counts = (q.shape[0], k_cache.shape[0], layout.capacity, layout.states, *units, *lse.stride())
-        arguments = (q, k_cache, v_cache, out, lse, plan, table, *scale, *counts)
-        constants, options = attention_constants(call.spec, runs, cuts)
-        key = (call.spec, runs, cuts, table.dtype, call.scale_tensor is None, q.device)
-        ATTENTION((min(arch_of(q.device).num_sms, layout.capacity), 1, 1), key, arguments, constants, options)
+        launch = self._forms.get(runs) or self._form(runs)
+        launch(self._grid, (*tensors, *scale, *self._rest))
+
+    def _find_maps(self, k_cache: Tensor, v_cache: Tensor) -> Tensor | None:
+        place = k_cache.data_ptr(), v_cache.data_ptr(), current_stream(k_cache.get_device())
+        maps = self._maps.get(place)
+        if maps is None:
+            maps = MAPS.find(k_cache, v_cache, self._runs)
+            if maps is not None and len(self._maps) < NEAR_MAPS:
+                self._maps[place] = maps
+        return maps
+
+    def _form(self, runs: int) -> Launch:
+        form = self._forms[runs] = ATTENTION.form((self._key, runs), *attention_constants(self._spec, runs, self._cuts))
+        return form
 
 
 def _cache_strides(cache: Tensor) -> tuple[int, int, int]:

@@ -1,44 +1,97 @@
 """Launching Triton kernels at little host cost."""
 
 import importlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from octavo.shapes import Tensor
 
 
-class Launcher:
-    """One kernel and its compiled forms, found by a key.
+class _Compiled(NamedTuple):
+    kernel: Any
+    start: Callable[..., None]
+    """Triton's launcher in C: (grid, stream, function, metadata, three for hooks, arguments)."""
+    function: int
+    metadata: Any
+    pointers: tuple[int, ...]
+    """Positions of the arguments that are tensors."""
+    constants: tuple[Any, ...]
+    device: int
+    knobs: Any
 
-    Triton's own launcher inspects every argument of every call to find the compiled form, some 50 us for these kernels.
-    Here the caller names, by `key`, all that the form depends on: constants, dtypes, strides, alignment, device.
+    def hooked(self) -> bool:
+        """Whether somebody, such as a profiler, wants to be told of launches."""
+        hook = self.knobs.launch_enter_hook
+        return bool(getattr(hook, "calls", hook))
+
+
+class Launch:
+    """One form of a kernel: dtypes, strides, alignment and device of its arguments are the same at every call.
+
+    Triton's own launcher inspects every argument of every call to find the compiled form, some 50 us for these kernels;
+    what it returns, called as documented, still takes some 10 us to ask for hooks, device and stream.
+    """
+
+    def __init__(self, module: str, name: str, constants: dict[str, Any], options: dict[str, int] | None) -> None:
+        self._module, self._name = module, name
+        self._constants, self._options = constants, options or {}
+        self._compiled: _Compiled | None = None
+
+    def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        """Launch on the current device, which is the same at every call, and the current stream."""
+        compiled = self._compiled
+        if compiled is None:
+            self._compile(grid, arguments)
+            return
+        values = list(arguments)
+        for place in compiled.pointers:
+            values[place] = values[place].data_ptr()
+        if compiled.hooked():
+            compiled.kernel[grid](*values, *compiled.constants)
+            return
+        stream = current_stream(compiled.device)
+        compiled.start(
+            *grid, stream, compiled.function, compiled.metadata, None, None, None, *values, *compiled.constants
+        )
+
+    def _compile(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        kernel = getattr(importlib.import_module(self._module), self._name)
+        compiled = kernel[grid](*arguments, **self._constants, **self._options)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        from triton import knobs
+
+        self._compiled = _Compiled(
+            compiled,
+            compiled.run,
+            compiled.function,
+            compiled.packed_metadata,
+            tuple(place for place, x in enumerate(arguments) if isinstance(x, Tensor)),
+            tuple(self._constants.values()),
+            torch.cuda.current_device(),
+            knobs.runtime,
+        )
+
+
+class Launcher:
+    """One kernel and its forms, found by a key.
+
+    The caller names, by `key`, all that the form depends on: constants, dtypes, strides, alignment, device.
     """
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
-        self._forms: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._forms: dict[Hashable, Launch] = {}
 
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        key: Hashable,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, int] | None = None,
-    ) -> None:
-        """Launch on the current device and stream. `constants` are the kernel's constexprs, last in its signature."""
+    def form(self, key: Hashable, constants: dict[str, Any], options: dict[str, int] | None = None) -> Launch:
+        """`constants` are the kernel's constexprs, last in its signature."""
         form = self._forms.get(key)
         if form is None:
-            function = getattr(importlib.import_module(self._module), self._name)
-            compiled = function[grid](*arguments, **constants, **(options or {}))
-            if compiled is not None:  # the interpreter compiles nothing
-                self._forms[key] = compiled, tuple(constants.values())
-            return
-        compiled, tail = form
-        compiled[grid](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *tail)
+            form = self._forms[key] = Launch(self._module, self._name, constants, options)
+        return form
 
 
 class Zeros:
@@ -54,12 +107,17 @@ class Zeros:
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return torch.zeros(count, dtype=torch.int32, device=device)
-            stream = torch.cuda.current_stream(device).cuda_stream
+            stream = current_stream(device.index)
         buffer = self._buffers.get((device, stream))
         if buffer is None or buffer.numel() < count:
             buffer = torch.zeros(count, dtype=torch.int32, device=device)
             self._buffers[device, stream] = buffer
         return buffer
+
+
+def current_stream(device: int) -> int:
+    """The current stream's handle, as Triton's driver asks for it: torch.cuda.current_stream takes 2 us."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def alignment(*tensors: Tensor) -> int | tuple[bool, ...]:
@@ -72,6 +130,7 @@ def alignment(*tensors: Tensor) -> int | tuple[bool, ...]:
 
 def on_device_of(x: Tensor) -> Any:
     """Context in which launches go to x's device."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+    index = x.get_device()
+    if index < 0 or index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)

@@ -17,7 +17,7 @@ from octavo.backends.constants import (
     list_options,
     plan_constants,
 )
-from octavo.backends.launch import Launcher, Zeros, alignment, on_device_of
+from octavo.backends.launch import Launcher, Zeros, alignment
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
 from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
 from octavo.planning.tiles import SMALL_ROWS, TileConfig, short_tile, tile_config
@@ -135,42 +135,56 @@ def inline_launch(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: B
     return InlineLaunch(items, room, words, (tile, form, tuning, bounds.dense), constants, options)
 
 
-def launch_list(call: AttentionCall, plan: Tensor, block_m: int, tuning: Tuning) -> None:
-    """Attention over the list of a plan whose tiles have block_m rows."""
-    assert call.form is not None
-    launch = list_launch(call.spec, call.form, tuning, bounds_of(call), block_m, plan.numel())
-    inputs, strides, key = _inputs(call)
-    arguments = (*inputs[:5], plan, *inputs[5:], *launch.scalars, *strides)
-    with on_device_of(call.q):
-        key = (key, launch.key, plan.data_ptr() & 15)
-        ATTENTION((launch.items, 1, 1), key, arguments, launch.constants, launch.options)
+class ListRun:
+    """The attention kernel over one list of a plan, for calls that look like `call`, and plans of so many words."""
+
+    def __init__(self, call: AttentionCall, form: PlanForm, words: int, block_m: int, tuning: Tuning) -> None:
+        launch = list_launch(call.spec, form, tuning, bounds_of(call), block_m, words)
+        key, strides = _look(call)
+        aligned = 0 if call.plan is None else alignment(call.plan)
+        self._launch = ATTENTION.form((key, launch.key, aligned), launch.constants, launch.options)
+        self._grid = (launch.items, 1, 1)
+        self._rest = (call.q.shape[0], call.k_cache.shape[0], *launch.scalars, *strides)
+
+    def __call__(self, call: AttentionCall, plan: Tensor) -> None:
+        tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
+        self._launch(self._grid, (*tensors, call.scale_tensor, call.sm_scale, *self._rest))
 
 
-def launch_inline(call: AttentionCall, form: PlanForm, tuning: Tuning) -> None:
-    """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planning inside the kernel."""
-    batch, device = call.batch, call.q.device
-    launch = inline_launch(call.spec, form, tuning, bounds_of(call))
-    states = counters = call.lse
-    if launch.num_states:
-        states = torch.empty(launch.state_words, dtype=torch.float32, device=device)
-        counters = COUNTERS.take(launch.num_states, device)
-    table = table_of(batch)
-    inputs, strides, key = _inputs(call)
-    arguments = (*inputs, states, counters, launch.num_states, *table, batch.num_sequences, *strides)
-    dtypes = (table[0].dtype, table[1].dtype, None if table[2] is None else table[2].dtype)
-    with on_device_of(call.q):
-        key = (key, launch.key, dtypes, alignment(call.lse))
-        INLINE((launch.items, 1, 1), key, arguments, launch.constants, launch.options)
+class InlineRun:
+    """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planned inside the kernel."""
+
+    def __init__(self, call: AttentionCall, form: PlanForm, tuning: Tuning) -> None:
+        launch = inline_launch(call.spec, form, tuning, bounds_of(call))
+        key, strides = _look(call)
+        key = (key, launch.key, table_dtypes(call.batch), alignment(call.lse))
+        self._launch = INLINE.form(key, launch.constants, launch.options)
+        self._grid = (launch.items, 1, 1)
+        self._states, self._words = launch.num_states, launch.state_words
+        self._counts = (call.q.shape[0], call.k_cache.shape[0])
+        self._rest = (call.batch.num_sequences, *strides)
+
+    def __call__(self, call: AttentionCall) -> None:
+        states = counters = call.lse
+        if self._states:
+            states = torch.empty(self._words, dtype=torch.float32, device=call.q.device)
+            counters = COUNTERS.take(self._states, call.q.device)
+        tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
+        room = (states, counters, self._states)
+        arguments = (*tensors, call.sm_scale, *self._counts, *room, *table_of(call.batch), *self._rest)
+        self._launch(self._grid, arguments)
 
 
-def _inputs(call: AttentionCall) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Hashable, ...]]:
-    """(arguments that the kernels share, strides, key part)."""
+def table_dtypes(batch: PagedBatch) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if x is None else x.dtype for x in table_of(batch)[:3])
+
+
+def _look(call: AttentionCall) -> tuple[Hashable, tuple[Any, ...]]:
+    """(key part, strides) of the arguments that the kernels share."""
     q, k_cache, v_cache, out, lse, table = call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table
-    inputs = (q, k_cache, v_cache, out, lse, table, call.scale_tensor, call.sm_scale, q.shape[0], k_cache.shape[0])
     strides = (q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2], lse.stride())
     scaled = call.scale_tensor is not None
-    key = (call.spec, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device)
-    return inputs, strides, key
+    return (call.spec, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device), strides
 
 
 def _attention_form(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from octavo.backends.launch import current_stream
 from octavo.shapes import Tensor
 
 RUNS_NEVER, RUNS_FLAT, RUNS_IN_PAGE = 0, 1, 2
@@ -48,9 +49,9 @@ class TensorMaps:
         None where the driver refuses the layout, MAX_MAPS are in use, or a graph is being captured that would only
         write the descriptors when it is replayed: run once before capturing.
         """
-        device = k_cache.device
-        stream = torch.cuda.current_stream(device).cuda_stream
-        key = (device, stream, form, *(y for x in (k_cache, v_cache) for y in (x.data_ptr(), x.shape, x.stride())))
+        device, stream = k_cache.device, current_stream(k_cache.get_device())
+        looks = ((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (k_cache, v_cache))
+        key = (device, stream, form, *looks)
         found = self._known.get(key)
         if found is None and len(self._known) < MAX_MAPS and not torch.cuda.is_current_stream_capturing():
             encoded = [_encode(x, form) for x in (k_cache, v_cache)]

@@ -3,35 +3,22 @@
 import functools
 import importlib.util
 
-import torch
-
 from octavo.backends.arch import arch_of
-from octavo.backends.base import AttentionCall
-from octavo.backends.constants import (
-    APPEND_TOKENS,
-    INLINE_SEQUENCES,
-    ITEMS_AT_ONCE,
-    MERGE_ROWS,
-    OWN_SEQUENCES,
-    append_constants,
-    merge_constants,
-    plan_options,
-)
+from octavo.backends.base import AttentionCall, Prepared
+from octavo.backends.constants import APPEND_TOKENS, INLINE_SEQUENCES, MERGE_ROWS, append_constants, merge_constants
 from octavo.backends.launch import Launcher, alignment, on_device_of
-from octavo.backends.portable import DEFAULT_TUNING, Tuning, launch_inline, launch_list, planned, table_of
-from octavo.planning.form import PlanForm, needs_small_list, plan_words
-from octavo.planning.schedule import max_items, max_tiles
+from octavo.backends.portable import DEFAULT_TUNING, InlineRun, ListRun, Tuning, table_of
+from octavo.backends.runs import ListRunner, PlannedRun, PlanRun, WholeRun
+from octavo.planning.form import PlanForm, keys_class, needs_small_list, plan_words
+from octavo.planning.schedule import max_tiles
 from octavo.planning.tiles import LARGE_ROWS, MEDIUM_ROWS, SMALL_ROWS, rows_per_tile
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
-MAX_WRITERS = 256
 MIN_CAPABILITY = 80
 INTERPRETED_SMS = 4  # so that the interpreter, too, has work to share out
-SHORT_KEYS = 2048  # tiles of few rows read the same keys again and again: up to so many that hardly costs
 INLINE_ROUNDS = 4  # tiles per worker up to which every program rather finds its own item
 
-PLAN = Launcher("octavo.kernels.plan", "plan_kernel")
 APPEND = Launcher("octavo.kernels.append", "append_kernel")
 MERGE = Launcher("octavo.kernels.merge", "merge_kernel")
 
@@ -70,8 +57,8 @@ class TritonBackend:
         if batch_invariant:
             block_m = self.block_m(spec, LARGE_ROWS, 1)
             return self.form(spec, block_m, 0 if block_m == SMALL_ROWS else SMALL_ROWS, arch, True)
-        short, whole = max_keys <= SHORT_KEYS, max_keys <= self.tuning.split.least_keys
-        return _choose_form(self, spec, num_tokens, batch.num_sequences, (short, whole), arch)
+        keys = keys_class(max_keys, self.tuning.split)
+        return _choose_form(self, spec, num_tokens, batch.num_sequences, keys, arch)
 
     def form(
         self, spec: AttentionSpec, block_m: int, small_m: int, arch: Arch, batch_invariant: bool = False
@@ -91,49 +78,42 @@ class TritonBackend:
         forms = [self.form(spec, m, SMALL_ROWS if m > SMALL_ROWS else 0, arch, batch_invariant) for m in rows]
         return max(self.plan_words(spec, num_tokens, num_sequences, form) for form in forms)
 
-    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
-        arch = arch_of(plan.device)
-        constants, config, layout = planned(spec, form, self.tuning, arch, batch.is_dense, plan.numel())
-        programs = -(-(batch.num_sequences + 1) // OWN_SEQUENCES)
-        items = min(max_items(spec, num_tokens, batch.num_sequences, config), layout.capacity)
-        writers = max(1, min(-(-items // (programs * ITEMS_AT_ONCE)), MAX_WRITERS))
-        table = table_of(batch)
-        dtypes = tuple(None if x is None else x.dtype for x in table[:3])
-        key = (spec, form, self.tuning, plan.device, dtypes, batch.is_dense)
-        rooms = (layout.capacity, layout.states, layout.small_states)
-        arguments = (plan, *table, num_tokens, batch.num_sequences, *rooms)
-        with on_device_of(plan):
-            PLAN((programs, writers, 1), key, arguments, {"C": constants}, plan_options(arch))
+    def prepare_plan(
+        self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, words: int
+    ) -> PlanRun:
+        return PlanRun(spec, batch, num_tokens, form, self.tuning, words)
+
+    def prepare(self, call: AttentionCall) -> Prepared:
+        if call.q.shape[0] == 0:
+            return _do_nothing
+        form = call.form
+        if form is None:
+            form = self.plan_form(call.spec, call.q.shape[0], call.batch, arch_of(call.q.device))
+        if call.plan is not None:
+            return PlannedRun(self.list_runs(call, form, call.plan.numel()))
+        if self._attends_inline(call, form):
+            return InlineRun(call, form, self.tuning)
+        num_tokens = call.q.shape[0]
+        words = self.plan_words(call.spec, num_tokens, call.batch.num_sequences, form)
+        plan = self.prepare_plan(call.spec, call.batch, num_tokens, form, words)
+        return WholeRun(words, plan, self.list_runs(call, form, words))
+
+    def list_runs(self, call: AttentionCall, form: PlanForm, words: int) -> list[ListRunner]:
+        """How each list of a plan of so many words is attended to."""
+        runs = [self.main_run(call, form, words)]
+        return [*runs, ListRun(call, form, words, form.small_m, self.tuning)] if form.small_m else runs
+
+    def main_run(self, call: AttentionCall, form: PlanForm, words: int) -> ListRunner:
+        return ListRun(call, form, words, form.block_m, self.tuning)
 
     def attend(self, call: AttentionCall) -> None:
-        num_tokens, batch, form = call.q.shape[0], call.batch, call.form
-        if num_tokens == 0:
-            return
         if call.scale_tensor is None and call.sm_scale < 0:
-            # The kernel takes a scale that it need not look at; -q is exact.
+            # The kernels take a scale that they need not look at; -q is exact.
             call = call._replace(q=-call.q, sm_scale=-call.sm_scale)
-        if form is None:
-            form = self.plan_form(call.spec, num_tokens, batch, arch_of(call.q.device))
-            call = call._replace(form=form)
-        plan = call.plan
-        if plan is None:
-            if self._attends_inline(call, form):
-                launch_inline(call, form, self.tuning)
-                return
-            words = self.plan_words(call.spec, num_tokens, batch.num_sequences, form)
-            plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
-            self.plan(call.spec, batch, num_tokens, form, plan)
-        self.attend_tiles(call, plan, form.block_m)
-        if form.small_m:
-            self.attend_list(call, plan, form.small_m)
+        self.prepare(call)(call)
 
-    def attend_tiles(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
-        """Attention over the main list of a plan, whose tiles have block_m rows."""
-        self.attend_list(call, plan, block_m)
-
-    def attend_list(self, call: AttentionCall, plan: Tensor, block_m: int) -> None:
-        """The portable kernel over the list of a plan whose tiles have block_m rows."""
-        launch_list(call, plan, block_m, self.tuning)
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, num_tokens: int, form: PlanForm, plan: Tensor) -> None:
+        self.prepare_plan(spec, batch, num_tokens, form, plan.numel())(batch, plan)
 
     def _attends_inline(self, call: AttentionCall, form: PlanForm) -> bool:
         """Whether every program of a small batch rather finds its own item than have them planned before."""
@@ -156,7 +136,7 @@ class TritonBackend:
         dtypes = (k.dtype, batch.page_table.dtype, *(None if x is None else x.dtype for x in table[:3]))
         key = (tuple(constants.values()), dtypes, strides, alignment(k, v, k_cache, v_cache), k.device)
         with on_device_of(k):
-            APPEND((-(-num_tokens // APPEND_TOKENS), num_heads, 1), key, arguments, constants)
+            APPEND.form(key, constants)((-(-num_tokens // APPEND_TOKENS), num_heads, 1), arguments)
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
         num_tokens, num_heads, dim = out.shape
@@ -168,7 +148,11 @@ class TritonBackend:
         constants = merge_constants(num_heads, dim)
         key = (dim, out.dtype, strides, alignment(*outs, *lses, out, lse), out.device)
         with on_device_of(out):
-            MERGE((-(-num_rows // MERGE_ROWS), 1, 1), key, arguments, constants)
+            MERGE.form(key, constants)((-(-num_rows // MERGE_ROWS), 1, 1), arguments)
+
+
+def _do_nothing(call: AttentionCall) -> None:
+    """There is no row to write."""
 
 
 @functools.lru_cache(maxsize=4096)

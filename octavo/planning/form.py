@@ -14,6 +14,10 @@ SMALL_LIST_FRACTION = 8
 """Where tiles outnumber sequences by this, sequences of few rows are too few to be worth a launch of their own."""
 
 
+SHORT_KEYS = 2048
+"""Tiles of few rows read the same keys again and again: up to so many that hardly costs."""
+
+
 class PlanForm(NamedTuple):
     block_m: int
     """Rows of a tile in the main list."""
@@ -61,6 +65,14 @@ class SplitChoice:
             fixed = self.invariant_keys // split.key_block if block_m == SMALL_ROWS else 0
             return replace(split, workers=0, fixed_blocks=fixed)
         return replace(split, workers=workers)
+
+
+DEFAULT_SPLIT = SplitChoice()
+
+
+def keys_class(max_keys: int, choice: SplitChoice = DEFAULT_SPLIT) -> tuple[bool, bool]:
+    """What a form follows from of the most keys that a sequence can have: whether they are short, and never cut."""
+    return max_keys <= SHORT_KEYS, max_keys <= choice.least_keys
 
 
 def needs_small_list(spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> bool:
