@@ -43,7 +43,7 @@ def look_of(x: Unchecked) -> Hashable:
 
 
 def look_of_table(fields: tuple[Unchecked, ...], page_size: int) -> Hashable:
-    """As look_of, of PagedBatch's fields; the page table grows from step to step, and only its class of length counts."""
+    """As look_of, of PagedBatch's fields; the page table grows with every step: only its class of length counts."""
     qo_indptr, page_table, kv_indptr, last_page_len, kv_lens = fields
     entries = page_table.shape[-1]
     pages = (page_table.shape[:-1], page_table.dtype, page_table.get_device(), page_table.stride(-1) == 1)
