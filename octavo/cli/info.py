@@ -1,9 +1,10 @@
-"""`octavo info`: versions, devices, and each backend with why it is or isn't used."""
+"""`octavo info`: versions, devices, and each backend with why it is or isn't used; or the schedule of batches."""
 
 import os
 import platform
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from rich.console import Console
@@ -11,15 +12,71 @@ from rich.table import Table
 
 import octavo
 from octavo.backends import BACKENDS, arch_of, resolve
-from octavo.cli.jobs import DEFAULT_SPEC
-from octavo.cli.options import console
+from octavo.cli.jobs import DEFAULT_SPEC, JobOptions, load_jobs
+from octavo.cli.options import console, option, parse_dtype, usage_errors
+from octavo.cli.run import Causal, Dtype, HeadDim, KvHeads, Limit, PageSize, QoHeads, ValueDim
+from octavo.cli.schedule import ScheduleOptions, show_schedules
+from octavo.errors import fail
 
 PACKAGES = ("torch", "triton", "typer", "rich", "safetensors", "numpy")
+_PANEL = "The schedule of batches"
+
+_FILE = "Show how these would be scheduled: JSON lines of {qo_lens, kv_lens}, or a FlashInfer-Trace folder. Repeatable."
+BatchFiles = Annotated[list[Path] | None, option(_PANEL, _FILE, "--batch", metavar="FILE", show_default=False)]
+_PLOT = "Draw which SM works on what, when, as SVG; with several batches FILE-1.svg, FILE-2.svg and so on."
+PlotFile = Annotated[Path | None, option(_PANEL, _PLOT, "--plot", metavar="FILE.svg", show_default=False)]
+_SMS = "SMs to plan for; this GPU's, or an H200's 132, if left out."
+Sms = Annotated[int | None, option(_PANEL, _SMS, "--sms", min=1, show_default=False)]
+_PLANNER = "hopper or triton: whose tiles to plan; the preferred one's if left out."
+Planner = Annotated[str | None, option(_PANEL, _PLANNER, "--backend", show_default=False)]
+Invariant = Annotated[bool, option(_PANEL, "Tiles and cuts of a sequence follow from it alone.", "--batch-invariant")]
 
 
-def info() -> None:
-    """Show versions, devices, and each backend with why it is or isn't used. Works without Triton and without a GPU."""
+def info(
+    batch: BatchFiles = None,
+    *,
+    plot: PlotFile = None,
+    sms: Sms = None,
+    backend: Planner = None,
+    batch_invariant: Invariant = False,
+    qo_heads: QoHeads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    value_dim: ValueDim = None,
+    page_size: PageSize = None,
+    dtype: Dtype = None,
+    causal: Causal = None,
+    limit: Limit = None,
+) -> None:
+    """Show versions, devices, and each backend with why it is or isn't used; or, with --batch, the schedule of batches.
+
+    Works without Triton and without a GPU. A schedule is the planner's for a GPU, from lengths alone: its items and
+    their balance, and the time it predicts beside the roofline. Exits with 2 when an input is wrong.
+    """
     screen = console()
+    with usage_errors():
+        given = {
+            "num_qo_heads": qo_heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "page_size": page_size,
+            "causal": causal,
+            "dtype": None if dtype is None else parse_dtype(dtype),
+        }
+        spec = {name: value for name, value in given.items() if value is not None}
+        if batch:
+            jobs, remarks = load_jobs(batch, JobOptions(spec, None, None, torch.device("meta")))
+            show_schedules(screen, jobs[:limit], ScheduleOptions(sms, backend, batch_invariant, plot))
+            for remark in remarks:
+                screen.print(remark, highlight=False)
+            return
+        if spec or plot or sms or backend or batch_invariant or limit:
+            fail("--batch", "a file of batches with options about their schedule", "none", "octavo info --batch FILE")
+    _show_machine(screen)
+
+
+def _show_machine(screen: Console) -> None:
     screen.print(_versions())
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():

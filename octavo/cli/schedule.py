@@ -1,0 +1,113 @@
+"""What `octavo info --batch` shows: how batches would be scheduled on a GPU, without one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from octavo.backends import BACKENDS, arch_of
+from octavo.bench.roofline import measure_ceilings
+from octavo.bench.schedule_picture import schedule_chart
+from octavo.bench.workloads import Workload
+from octavo.cli.jobs import Job
+from octavo.errors import fail
+from octavo.planning.form import DEFAULT_SPLIT, PlanForm, schedule_config
+from octavo.planning.picture import H200_SMS, Machine, Picture, describe, picture
+from octavo.planning.schedule import SequenceShape, schedule
+from octavo.problem import Arch, AttentionSpec, PagedBatch
+
+DEVICE_BACKENDS = ("hopper", "triton")
+"""Those that plan, in order of preference."""
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    sms: int | None
+    backend: str | None
+    batch_invariant: bool
+    plot: Path | None
+
+
+def show_schedules(screen: Console, jobs: list[Job], options: ScheduleOptions) -> None:
+    """Print each job's schedule, and draw it where asked. Raises ValueError about options."""
+    if options.backend not in (None, *DEVICE_BACKENDS):
+        fail("--backend", f"one of {', '.join(DEVICE_BACKENDS)}", repr(options.backend), "others make no schedule")
+    arch = _arch(options.sms)
+    machines: dict[torch.dtype, Machine] = {}
+    for number, job in enumerate(jobs, 1):
+        spec = job.spec
+        if spec.dtype not in machines:
+            machines[spec.dtype] = _machine(spec, arch)
+        name, form, seen = draw(job.workload, spec, arch, machines[spec.dtype], options)
+        w = job.workload
+        sizes = f"{len(w.qo_lens)} sequences, {w.num_tokens} tokens, {sum(w.kv_lens)} keys"
+        screen.print(f"[bold]{w.name}[/]: {sizes}", highlight=False)
+        screen.print(f"{'backend':11}{name} on {arch.name}, {arch.num_sms} SMs", highlight=False)
+        screen.print(f"{'tiles':11}{form.describe()}", highlight=False)
+        for line in describe(seen):
+            screen.print(line, highlight=False, markup=False)
+        if options.plot is not None:
+            path = _plot_path(options.plot, number, len(jobs))
+            path.write_text(schedule_chart(seen, w.name))
+            screen.print(f"{'picture':11}{path}", highlight=False, markup=False)
+        screen.print()
+
+
+def draw(
+    workload: Workload, spec: AttentionSpec, arch: Arch, machine: Machine, options: ScheduleOptions
+) -> tuple[str, PlanForm, Picture]:
+    """(backend, form of the plan, the schedule at work) of one batch with its exact number of tokens."""
+    name = options.backend or _preferred(spec, arch)
+    backend = next(b for b in BACKENDS if b.name == name)
+    form = backend.plan_form(spec, workload.num_tokens, _shapes_alone(workload, spec), arch, options.batch_invariant)
+    assert form is not None
+    items = schedule(spec, sequence_shapes(workload, spec), schedule_config(form, DEFAULT_SPLIT))
+    return name, form, picture(spec, items, form, machine)
+
+
+def _preferred(spec: AttentionSpec, arch: Arch) -> str:
+    """The first that serves the spec. Where none can run, as without Triton, the portable one's plan is shown."""
+    by_name = {b.name: b for b in BACKENDS}
+    return next((n for n in DEVICE_BACKENDS if by_name[n].reject(spec, arch) is None), DEVICE_BACKENDS[-1])
+
+
+def sequence_shapes(workload: Workload, spec: AttentionSpec) -> list[SequenceShape]:
+    """The sequences, as the planner sees them, and the padding, of which there is none."""
+    shapes, start, position = [], 0, 0
+    for q_len, kv_len in zip(workload.qo_lens, workload.kv_lens, strict=True):
+        shapes.append(SequenceShape(start, q_len, kv_len, position))
+        start, position = start + q_len, position - (-kv_len // spec.page_size)
+    return [*shapes, SequenceShape(start, 0, 0, 0)]
+
+
+def _shapes_alone(workload: Workload, spec: AttentionSpec) -> PagedBatch:
+    """The batch's tensors without contents: forms of plans follow from shapes."""
+    pages = sum(-(-n // spec.page_size) for n in workload.kv_lens)
+    indptr, ids, last = (
+        torch.empty(n, dtype=torch.int32, device="meta")
+        for n in (len(workload.qo_lens) + 1, pages, len(workload.qo_lens))
+    )
+    return PagedBatch.csr(indptr, indptr, ids, last)
+
+
+def _arch(sms: int | None) -> Arch:
+    """This machine's GPU, or an H200 where there is none; with as many SMs as asked for."""
+    if torch.cuda.is_available():
+        found = arch_of(torch.device("cuda"))
+        return Arch(found.kind, found.capability, sms or found.num_sms, found.name)
+    return Arch("cuda", (9, 0), sms or H200_SMS, "NVIDIA H200 (no GPU here)")
+
+
+def _machine(spec: AttentionSpec, arch: Arch) -> Machine:
+    """Rates measured just now, where there is a GPU; else recorded ones of an H200."""
+    if not torch.cuda.is_available():
+        return Machine.h200(spec, arch.num_sms)
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device, spec.dtype)
+    share = arch.num_sms / arch_of(device).num_sms
+    return Machine(arch.num_sms, ceilings.flops_per_s * share, ceilings.bytes_per_s)
+
+
+def _plot_path(path: Path, number: int, count: int) -> Path:
+    return path if count == 1 else path.with_name(f"{path.stem}-{number}{path.suffix or '.svg'}")
