@@ -5,13 +5,14 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import octavo
+from octavo.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,11 +29,12 @@ def blocks(*languages):
 
 
 @pytest.mark.parametrize("code", list(blocks("python")))
-def test_python_blocks_run(code, tmp_path):
+def test_python_blocks_run(code, tmp_path, monkeypatch):
+    """Each as a main module of its own; not in a process of its own, as most of its time would go into imports."""
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def commands(text):
@@ -46,9 +48,8 @@ def test_commands_are_commands(text):
     for line in commands(text):
         words = line.removeprefix("python -m ").split()[1:]
         subcommand = [w for w in words[:1] if not w.startswith("-")]
-        run = [sys.executable, "-m", "octavo", *([*subcommand, "--help"] if SLOW.search(line) else words)]
-        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        done = CliRunner().invoke(app, [*subcommand, "--help"] if SLOW.search(line) else words)
+        assert done.exit_code == 0, f"{line}\n{done.output}"
         if SLOW.search(line):
             unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in done.stdout]
             assert not unknown, f"{line}: {unknown} not in --help"
