@@ -1,0 +1,114 @@
+"""Attention over a packed batch, as continuous batching has it: the cache is read where it lies, page by page."""
+
+from typing import Any
+
+import torch
+
+from octavo.append import append
+from octavo.errors import fail
+from octavo.integrations.transformers_plan import planned, spec_of, values_of
+from octavo.kv_cache import PagedKV
+from octavo.problem import PagedBatch
+from octavo.shapes import Tensor
+
+
+def attend_packed(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """[1, tokens, qo_heads, value_dim] of query [1, qo_heads, tokens, head_dim] and key, value [1, kv_heads, n, dim].
+
+    `options` are Transformers' keyword arguments, which differ between its versions:
+
+    - `cache` (5.17): key and value hold new tokens only. They are appended, and the cache is read in place; where
+      layers have a sliding window the cache is a ring, which Transformers gathers.
+    - `block_table` (decode steps of flash-named implementations): the same, with the table given.
+    - neither (5.18 and later, or packed sequences without a cache): key and value are all keys, already gathered.
+    """
+    cache = options.get("cache")
+    if cache is not None:
+        return _attend_cache(module, query, key, value, cache, options)
+    if options.get("block_table") is not None:
+        kv = PagedKV(options["k_cache"], options["v_cache"])
+        return _attend_pages(module, query, key, value, kv, options["block_table"], "decode", options)
+    return _attend_gathered(module, query, key, value, options)
+
+
+def _attend_cache(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any]
+) -> Tensor:
+    """Over Transformers 5.17's cache, whose layers lie in groups that share page ids."""
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    window = cache.sliding_windows[module.layer_idx]
+    kind = "full_attention" if window == 1 else "sliding_attention"
+    options = {**options, "cu_seq_lens_k": _of(options["cu_seq_lens_k"], kind)}
+    if window != 1:
+        index = {"read_index": options["read_index"], "write_index": options["write_index"]}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **index)
+        key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+        return _attend_gathered(module, query, key, value, {**options, "sliding_window": window})
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    kv = PagedKV(cache.key_cache[layer].view(shape), cache.value_cache[layer].view(shape))
+    table = options.get("block_table")
+    if table is None:
+        keys = _of(options.get("max_seqlen_k", options.get("max_length_k")), kind)
+        read, write = options["read_index"][group], options["write_index"][group]
+        table = (read if read.numel() else write, -(-int(keys) // cache.block_size))
+    else:
+        table = table[group]
+    return _attend_pages(module, query, key, value, kv, table, group, options)
+
+
+def _of(per_kind: Any, kind: str) -> Any:
+    return per_kind[kind] if isinstance(per_kind, dict) else per_kind
+
+
+def _attend_pages(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv: PagedKV,
+    table: Any,
+    group: int | str,
+    options: dict[str, Any],
+) -> Tensor:
+    """New keys and values go into their pages, then all are read there.
+
+    table: block_table [sequences, max_pages], or (positions in the cache of every sequence's keys, pages to a row).
+    """
+    offsets = options["cu_seq_lens_k"]
+    if torch.is_grad_enabled():
+        fail("continuous batching", "no gradients (it writes to the cache)", "grad mode", "use torch.no_grad()")
+
+    def make_batch() -> PagedBatch:
+        block_table = table
+        if isinstance(table, tuple):
+            positions, pages = table
+            block_table = _table_of_positions(positions, pages, offsets, kv.page_size)
+        return PagedBatch.dense(options["cu_seq_lens_q"], block_table, offsets[1:] - offsets[:-1])
+
+    q = query[0].transpose(0, 1)
+    spec = spec_of(module, query, kv, options)
+    attn, batch = planned(offsets, module.layer_idx, group, spec, q.shape[0], make_batch)
+    append(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, batch)
+    return attn.run(q, kv, **values_of(options))[0].unsqueeze(0)
+
+
+def _table_of_positions(positions: Tensor, pages: int, offsets: Tensor, page_size: int) -> Tensor:
+    """[sequences, pages] page ids from the positions in the cache of every sequence's keys, one sequence after another.
+    Entries past a sequence's last page are never read."""
+    first = offsets[:-1, None] + torch.arange(pages, device=positions.device) * page_size
+    return (positions[first.clamp(max=positions.shape[0] - 1)] // page_size).to(torch.int32)
+
+
+def _attend_gathered(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """Keys of one sequence after another, each a page of its own."""
+    qo_indptr, kv_indptr = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+
+    def make_batch() -> PagedBatch:
+        everything = torch.arange(key.shape[2], device=key.device, dtype=torch.int32)
+        return PagedBatch.csr(qo_indptr.to(torch.int32), kv_indptr.to(torch.int32), everything)
+
+    q = query[0].transpose(0, 1)
+    kv = PagedKV(key[0].transpose(0, 1).unsqueeze(1), value[0].transpose(0, 1).unsqueeze(1))
+    spec = spec_of(module, query, kv, options)
+    attn, _ = planned(kv_indptr, module.layer_idx, "gathered", spec, q.shape[0], make_batch)
+    return attn.run(q, kv, **values_of(options))[0].unsqueeze(0)
