@@ -124,10 +124,16 @@ def _look(
     try:
         if not q.is_cuda or needs_gradient(q, k_cache, v_cache):
             return None
-        looks = look_of(q), look_of(k_cache), look_of(v_cache), look_of_table(fields, k_cache.shape[1])
+        return (
+            *look_of(q),
+            *look_of(k_cache),
+            *look_of(v_cache),
+            look_of_table(fields, k_cache.shape[1]),
+            options,
+            scaled,
+        )
     except (AttributeError, IndexError):
         return None
-    return looks, options, scaled
 
 
 def _recall(look: Hashable) -> Ready | None:
@@ -138,8 +144,8 @@ def _attend_ready(
     ready: Ready, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, sm_scale: float | Tensor | None
 ) -> tuple[Output, LogSumExp]:
     scale, scale_tensor = check_scale(sm_scale, ready.spec.default_scale, q.device)
-    out, lse = ops.empty_outputs(q, v_cache)
-    ready(AttentionCall(ready.spec, batch, q, k_cache, v_cache, out, lse, scale, scale_tensor, None, ready.form))
+    out, lse = ready.empty_outputs(q)
+    ready.run(AttentionCall(ready.spec, batch, q, k_cache, v_cache, out, lse, scale, scale_tensor, None, ready.form))
     return out, lse
 
 
@@ -164,7 +170,7 @@ def _attend_checked(
     out, lse = ops.empty_outputs(q, kv.v_cache)
     call = AttentionCall(spec, batch, q, kv.k_cache, kv.v_cache, out, lse, scale, scale_tensor, None, form)
     ready = Ready.of(call, backend)
-    ready(call)
+    ready.run(call)
     return ready, out, lse
 
 

@@ -195,24 +195,26 @@ class BatchAttention:
         if ops.is_traced(q):
             return self._run_traced(q, kv, (plan, scale_tensor, scale), out, lse)
         if out is None or lse is None:
-            out, lse = ops.empty_outputs(q, kv.v_cache)
+            out, lse = ops.empty_outputs(q, kv.v_cache) if ready is None else ready.empty_outputs(q)
         tensors = (q, kv.k_cache, kv.v_cache, out, lse)
         call = AttentionCall(self.spec, batch, *tensors, scale, scale_tensor, plan, planner.form)
         if ready is None:
             ready = Ready.of(call, self.choice.backend)
             if look is not None:
                 self._ready.put(look, ready)
-        ready(call)
+        ready.run(call)
         return out, lse
 
     def _look(
         self, planner: _Planner, q: Tensor, kv: PagedKV, out: Tensor | None, lse: Tensor | None, scaled: bool
     ) -> Hashable:
         """None where nothing is remembered: see api.py."""
-        if ops.is_traced(q) or not q.is_cuda or planner.plan is None or needs_gradient(q, kv.k_cache, kv.v_cache):
+        if planner.plan is None or ops.is_traced(q) or not q.is_cuda or needs_gradient(q, kv.k_cache, kv.v_cache):
             return None
-        inputs = look_of(q), look_of(kv.k_cache), look_of(kv.v_cache)
-        return planner.number, self._workspace.numel(), inputs, look_of(out), look_of(lse), scaled
+        look = (*look_of(q), kv.look, planner.number, self._workspace.numel(), scaled)
+        if out is None or lse is None:
+            return look if out is lse else None
+        return (*look, *look_of(out), *look_of(lse))
 
     def _run_traced(
         self,

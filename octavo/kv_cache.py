@@ -1,5 +1,7 @@
 """PagedKV: the one place where layouts exist. Everything behind it sees [pages, page_size, kv_heads, dim] views."""
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from octavo.errors import fail
@@ -9,7 +11,23 @@ LAYOUTS = ("NHD", "HND")
 
 
 def _canonical(x: Tensor, layout: str) -> Tensor:
-    return x if layout == "NHD" else x.transpose(1, 2)
+    """A view of our own, whose shape and strides nobody changes; but a gradient must be seen to be refused."""
+    if layout == "HND":
+        return x.transpose(1, 2)
+    return x if x.requires_grad else x.detach()
+
+
+class _Numbers:
+    """A number for everything that was asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, x: Hashable) -> int:
+        return self._known.setdefault(x, len(self._known))
+
+
+_LOOKS = _Numbers()
 
 
 def _check(x: object, name: str, rank: int, layout: str) -> None:
@@ -62,6 +80,12 @@ class PagedKV:
             limits = f"1 to {cache.shape[-1] - 1}"
             fail("head_dim", limits, head_dim, "the last dimension of cache holds head_dim + value_dim elements")
         return cls(cache[..., :head_dim], cache[..., head_dim:], layout)
+
+    @functools.cached_property
+    def look(self) -> int:
+        """The same number for all caches of the same shapes, dtypes, devices, strides and alignment to 16 bytes."""
+        parts = ((x.shape, x.dtype, x.device, x.stride(), x.data_ptr() & 15) for x in (self.k_cache, self.v_cache))
+        return _LOOKS.of(tuple(parts))
 
     @property
     def num_pages(self) -> int:

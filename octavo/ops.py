@@ -7,6 +7,7 @@ page_size), `form` PlanForm's fields. Arguments are validated by the caller (api
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from octavo.backends import AttentionCall, arch_of, resolve
 from octavo.kv_cache import PagedKV
@@ -151,7 +152,7 @@ for _name in ("attention_out", "plan", "append"):
 
 def is_traced(x: object) -> bool:
     """Whether PyTorch must see an operator: under torch.compile or export, or for tensor subclasses (fakes, modes)."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor
+    return type(x) is not Tensor or is_compiling()
 
 
 attention = torch.ops.octavo.attention.default

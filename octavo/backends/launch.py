@@ -16,8 +16,8 @@ class _Compiled(NamedTuple):
     """Triton's launcher in C: (grid, stream, function, metadata, three for hooks, arguments)."""
     function: int
     metadata: Any
-    pointers: tuple[int, ...]
-    """Positions of the arguments that are tensors."""
+    pointers: list[bool]
+    """Which arguments are tensors."""
     constants: tuple[Any, ...]
     device: int
     knobs: Any
@@ -41,25 +41,29 @@ class Launch:
         self._compiled: _Compiled | None = None
 
     def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        """Launch on the current device, which is the same at every call, and the current stream."""
+        """Launch on the current stream of the arguments' device."""
         compiled = self._compiled
         if compiled is None:
             self._compile(grid, arguments)
             return
-        values = list(arguments)
-        for place in compiled.pointers:
-            values[place] = values[place].data_ptr()
+        device = compiled.device
+        if torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                self(grid, arguments)
+            return
+        values = [x.data_ptr() if is_pointer else x for x, is_pointer in zip(arguments, compiled.pointers, strict=True)]
         if compiled.hooked():
             compiled.kernel[grid](*values, *compiled.constants)
             return
-        stream = current_stream(compiled.device)
-        compiled.start(
-            *grid, stream, compiled.function, compiled.metadata, None, None, None, *values, *compiled.constants
-        )
+        stream, function, metadata = current_stream(device), compiled.function, compiled.metadata
+        compiled.start(*grid, stream, function, metadata, None, None, None, *values, *compiled.constants)
 
     def _compile(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         kernel = getattr(importlib.import_module(self._module), self._name)
-        compiled = kernel[grid](*arguments, **self._constants, **self._options)
+        pointers = [isinstance(x, Tensor) for x in arguments]
+        device = next(x.get_device() for x in arguments if isinstance(x, Tensor))
+        with torch.cuda.device(device) if device >= 0 else nullcontext():
+            compiled = kernel[grid](*arguments, **self._constants, **self._options)
         if compiled is None:  # the interpreter compiles nothing
             return
         from triton import knobs
@@ -69,9 +73,9 @@ class Launch:
             compiled.run,
             compiled.function,
             compiled.packed_metadata,
-            tuple(place for place, x in enumerate(arguments) if isinstance(x, Tensor)),
+            pointers,
             tuple(self._constants.values()),
-            torch.cuda.current_device(),
+            device,
             knobs.runtime,
         )
 
@@ -126,11 +130,3 @@ def alignment(*tensors: Tensor) -> int | tuple[bool, ...]:
     for x in tensors:
         together |= x.data_ptr()
     return together & 15 and tuple(x.data_ptr() % 16 == 0 for x in tensors)
-
-
-def on_device_of(x: Tensor) -> Any:
-    """Context in which launches go to x's device."""
-    index = x.get_device()
-    if index < 0 or index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)

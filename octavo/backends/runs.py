@@ -7,7 +7,7 @@ import torch
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall
 from octavo.backends.constants import ITEMS_AT_ONCE, OWN_SEQUENCES, plan_options
-from octavo.backends.launch import Launcher, on_device_of
+from octavo.backends.launch import Launcher
 from octavo.backends.portable import Tuning, planned, table_dtypes, table_of
 from octavo.planning.form import PlanForm
 from octavo.planning.schedule import max_items
@@ -38,8 +38,7 @@ class PlanRun:
         self._rest = (num_tokens, batch.num_sequences, layout.capacity, layout.states, layout.small_states)
 
     def __call__(self, batch: PagedBatch, plan: Tensor) -> None:
-        with on_device_of(plan):
-            self._launch(self._grid, (plan, *table_of(batch), *self._rest))
+        self._launch(self._grid, (plan, *table_of(batch), *self._rest))
 
 
 class PlannedRun:
@@ -50,9 +49,8 @@ class PlannedRun:
 
     def __call__(self, call: AttentionCall) -> None:
         assert call.plan is not None
-        with on_device_of(call.q):
-            for attend in self._lists:
-                attend(call, call.plan)
+        for attend in self._lists:
+            attend(call, call.plan)
 
 
 class WholeRun:
@@ -64,6 +62,5 @@ class WholeRun:
     def __call__(self, call: AttentionCall) -> None:
         plan = torch.empty(self._words, dtype=torch.int32, device=call.q.device)
         self._plan(call.batch, plan)
-        with on_device_of(call.q):
-            for attend in self._lists:
-                attend(call, plan)
+        for attend in self._lists:
+            attend(call, plan)

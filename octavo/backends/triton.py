@@ -6,7 +6,7 @@ import importlib.util
 from octavo.backends.arch import arch_of
 from octavo.backends.base import AttentionCall, Prepared
 from octavo.backends.constants import APPEND_TOKENS, INLINE_SEQUENCES, MERGE_ROWS, append_constants, merge_constants
-from octavo.backends.launch import Launcher, alignment, on_device_of
+from octavo.backends.launch import Launcher, alignment
 from octavo.backends.portable import DEFAULT_TUNING, InlineRun, ListRun, Tuning, table_of
 from octavo.backends.runs import ListRunner, PlannedRun, PlanRun, WholeRun
 from octavo.planning.form import PlanForm, keys_class, needs_small_list, plan_words
@@ -135,8 +135,7 @@ class TritonBackend:
         constants = append_constants(k_cache.shape[1], head_dim, v.shape[2], batch.is_dense)
         dtypes = (k.dtype, batch.page_table.dtype, *(None if x is None else x.dtype for x in table[:3]))
         key = (tuple(constants.values()), dtypes, strides, alignment(k, v, k_cache, v_cache), k.device)
-        with on_device_of(k):
-            APPEND.form(key, constants)((-(-num_tokens // APPEND_TOKENS), num_heads, 1), arguments)
+        APPEND.form(key, constants)((-(-num_tokens // APPEND_TOKENS), num_heads, 1), arguments)
 
     def merge(self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
         num_tokens, num_heads, dim = out.shape
@@ -147,8 +146,7 @@ class TritonBackend:
         arguments = (tuple(outs), tuple(lses), out, lse, *strides, num_rows)
         constants = merge_constants(num_heads, dim)
         key = (dim, out.dtype, strides, alignment(*outs, *lses, out, lse), out.device)
-        with on_device_of(out):
-            MERGE.form(key, constants)((-(-num_rows // MERGE_ROWS), 1, 1), arguments)
+        MERGE.form(key, constants)((-(-num_rows // MERGE_ROWS), 1, 1), arguments)
 
 
 def _do_nothing(call: AttentionCall) -> None:
