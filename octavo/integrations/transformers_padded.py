@@ -28,8 +28,9 @@ def mask_table(
     """Transformers' mask function. Instead of a mask it makes, once per forward pass, what the page table needs.
 
     Returns:
-        int32 [batch, kv_length + q_length + 1]: the keys' positions, visible ones first and in order; the queries'
-        positions, padding first; the number of visible keys. Positions count from the first key or query given.
+        int32 [batch, 1, 1, kv_length + q_length + 1]: the keys' positions, visible ones first and in order; the
+        queries' positions, padding first; the number of visible keys. Positions count from the first key or query
+        given. It has four dimensions because Transformers takes a mask with four to be ready for use.
 
     Raises:
         ValueError: the model wants a mask that is neither causal, sliding-window nor bidirectional.
@@ -47,7 +48,7 @@ def mask_table(
         real = _at(attention_mask, queries) if kind == "causal" else real
     order = torch.argsort(~visible, dim=1, stable=True)
     rows = torch.argsort(real, dim=1, stable=True)
-    return torch.cat((order, rows, visible.sum(1, keepdim=True)), dim=1).to(torch.int32)
+    return torch.cat((order, rows, visible.sum(1, keepdim=True)), dim=1).to(torch.int32)[:, None, None]
 
 
 def _at(attention_mask: Tensor, positions: Tensor) -> Tensor:
@@ -78,15 +79,16 @@ def _kind_of(mask_function: Callable[..., Any] | None) -> str:
 
 
 def attend_padded(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, options: dict[str, Any]
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """[batch, tokens, qo_heads, value_dim] of query [batch, qo_heads, tokens, head_dim], key and value
-    [batch, kv_heads, keys, dim] and a table of `mask_table` (None: every query is real, every key is there)."""
+    [batch, kv_heads, keys, dim] and what `mask_table` made (None: every query is real, every key is there)."""
     batch_size, heads, q_length, _ = query.shape
     kv_length = key.shape[2]
-    if table is None:
-        table = mask_table(batch_size, q_length, kv_length, device=query.device, q_offset=kv_length - q_length)
-    _check_table(table, (batch_size, kv_length + q_length + 1))
+    if mask is None:
+        mask = mask_table(batch_size, q_length, kv_length, device=query.device, q_offset=kv_length - q_length)
+    _check_table(mask, (batch_size, 1, 1, kv_length + q_length + 1))
+    table = mask[:, 0, 0]
     kv, stride = _pages_of(key, value)
     rows = table[:, kv_length : kv_length + q_length].long()
     sequence = torch.arange(batch_size, device=query.device)[:, None]
@@ -99,7 +101,7 @@ def attend_padded(
         return PagedBatch.dense(qo_indptr, pages, table[:, -1].contiguous())
 
     spec = spec_of(module, query, kv, options)
-    attn, _ = planned(table, getattr(module, "layer_idx", 0) or 0, stride, spec, q.shape[0], make_batch)
+    attn, _ = planned(mask, getattr(module, "layer_idx", None) or 0, stride, spec, q.shape[0], make_batch)
     out = attn.run(q, kv, **values_of(options))[0].view(batch_size, q_length, heads, -1)
     if q_length == 1:
         return out
@@ -108,11 +110,11 @@ def attend_padded(
     return padded
 
 
-def _check_table(table: Tensor, shape: tuple[int, int]) -> None:
-    if table.dtype != torch.int32 or tuple(table.shape) != shape:
-        got = f"{table.dtype} {list(table.shape)}"
+def _check_table(mask: Tensor, shape: tuple[int, ...]) -> None:
+    if mask.dtype != torch.int32 or tuple(mask.shape) != shape:
+        got = f"{mask.dtype} {list(mask.shape)}"
         fix = "pass a 2-D attention_mask to the model, of ones and zeros"
-        fail("attention_mask", f"the table of {list(shape)} that Octavo's mask function makes", got, fix)
+        fail("attention_mask", f"the table {list(shape)} that Octavo's mask function makes", got, fix)
 
 
 def _pages_of(key: Tensor, value: Tensor) -> tuple[PagedKV, int]:
