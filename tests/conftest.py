@@ -6,16 +6,21 @@ from jaxtyping import install_import_hook
 CHECKED_MODULES = ("octavo.backends", "octavo.ops", "octavo.reference")
 install_import_hook(CHECKED_MODULES, "beartype.beartype")
 
+import importlib.util  # noqa: E402
+import os  # noqa: E402
 import random  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from interpreting import speed_up  # noqa: E402
 from targets import Target, targets  # noqa: E402
 
 torch.set_num_threads(1)  # Small tensors: threads cost more than they give, all the more beside other processes.
 hypothesis.settings.register_profile("octavo", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("octavo")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    speed_up()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

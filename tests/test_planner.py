@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,36 +65,38 @@ configs = st.builds(
 )
 
 
+def sees(spec, shape):
+    """[rows, keys]: which keys each row of a sequence sees."""
+    seen = np.array([visible_keys(spec, shape, token) for token in range(shape.q_len)], dtype=int)
+    return np.arange(shape.kv_len) < seen.repeat(spec.group_size)[:, None]
+
+
 @settings(deadline=None, derandomize=True, max_examples=250)
 @given(lengths, heads, configs, st.booleans(), st.integers(0, 40))
 def test_every_row_sees_each_of_its_keys_once(pairs, heads, config, causal, padding):
     spec = AttentionSpec(*heads, head_dim=16, causal=causal)
     shapes = shapes_of(pairs, padding=padding)
     lists = schedule(spec, shapes, config)
-    written, seen = Counter(), Counter()
+    visible = [sees(spec, s) for s in shapes]
+    both = [np.zeros((spec.num_kv_heads, *v.shape), np.int16) for v in visible]
+    written = [np.zeros((spec.num_kv_heads, len(v)), np.int16) for v in visible]
+    parts = {}
     for items, block_m in ((lists.main, config.block_m), (lists.small, config.small_m)):
         for item in items:
-            shape = shapes[item.sequence]
-            for row in range(item.row_begin, item.row_begin + item.row_count):
-                token = row // spec.group_size
-                if token < shape.q_len:
-                    visible = visible_keys(spec, shape, token)
-                    written[item.sequence, item.kv_head, row, item.split, item.num_splits] += 1
-                    seen[item.sequence, item.kv_head, row] += max(min(item.key_end, visible) - item.key_begin, 0)
-                    assert item.key_begin <= item.full_end <= item.key_end
-                    assert item.full_end in (item.key_begin, min(item.full_end, visible))
             assert item.row_count in (0, block_m) or item.key_end == 0
             assert item.row_count == 0 or item.num_splits == 1 or item.key_begin < item.key_end
-    rows = {
-        (i, h, r)
-        for i, s in enumerate(shapes)
-        for h in range(spec.num_kv_heads)
-        for r in range(s.q_len * spec.group_size)
-    }
-    parts = {(*row, part, count) for *row, _, count in written for part in range(count)}
-    assert written == Counter(parts) and {x[:3] for x in parts} == rows
-    expected = {(i, h, r): visible_keys(spec, shapes[i], r // spec.group_size) for i, h, r in rows}
-    assert +seen == +Counter(expected)
+            if item.row_count == 0:
+                continue
+            rows = slice(item.row_begin, item.row_begin + item.row_count)
+            both[item.sequence][item.kv_head, rows, item.key_begin : item.key_end] += 1
+            written[item.sequence][item.kv_head, rows] += item.split == 0
+            parts.setdefault((item.sequence, item.kv_head, item.row_begin), []).append((item.split, item.num_splits))
+            assert item.key_begin <= item.full_end <= item.key_end
+            assert visible[item.sequence][rows, item.key_begin : item.full_end].all()
+    for mask, count, rows in zip(visible, both, written, strict=True):
+        assert (count[:, mask] == 1).all() and (rows == 1).all()
+    for found in parts.values():
+        assert sorted(found) == [(i, len(found)) for i in range(len(found))]
     tokens = sum(s.q_len for s in shapes)
     assert len(lists.main) + len(lists.small) <= max_items(spec, tokens, len(pairs), config)
 

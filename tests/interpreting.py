@@ -1,0 +1,58 @@
+"""Triton's interpreter at a third of its cost: what it does again and again with one outcome is done once."""
+
+import dataclasses
+import inspect
+
+
+def speed_up() -> None:
+    """Before the first kernel. Parts that another release of Triton does not have are left as they are.
+
+    Checks of integer overflow, which compiled kernels do not have, are off: they take most of the time.
+    """
+    from triton.runtime import interpreter
+
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if dataclasses.is_dataclass(options) and hasattr(options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if all(hasattr(interpreter, name) for name in ("_patch_builtin", "_patch_attr", "_patch_lang")):
+        interpreter._patch_builtin = _patched_by_name(interpreter._patch_attr)
+        interpreter._patch_lang = _patched_once_a_launch(interpreter._patch_lang)
+
+
+def _patched_by_name(patch_attr):
+    """Looks for a module's builtins, which are some of hundreds of members, only the first time."""
+    from triton.language.core import is_builtin
+
+    names = {}
+
+    def patch_builtin(module, builder, scope):
+        if module not in names:
+            names[module] = [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+        for name in names[module]:
+            member = getattr(module, name)
+            if is_builtin(member):
+                patch_attr(module, name, member, builder, scope)
+
+    return patch_builtin
+
+
+def _patched_once_a_launch(patch_lang):
+    """A kernel's calls of other functions find the language patched already, where these see the same modules."""
+    patched = set()
+
+    def patch(fn):
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        scope = patch_lang(fn)
+        restore = scope.restore
+
+        def restore_all():
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    return patch
