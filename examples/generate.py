@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import smollm2
 import torch
 
-import smollm2
 from octavo.integrations import transformers as octavo_transformers
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face."
