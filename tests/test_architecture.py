@@ -81,14 +81,15 @@ def test_files_are_small(path):
 
 @pytest.mark.parametrize("path", [p for p in MODULES if not is_kernel(p)], ids=name_of)
 def test_functions_are_small(path):
-    """Docstrings do not count: they are documentation, not code."""
+    """Docstrings do not count: they are documentation, not code. Parameters in compat are other libraries' own."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
             positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
-            assert len(positional) <= MAX_POSITIONAL, f"{node.name} takes {positional}"
+            foreign = part_of(name_of(path)) == "compat"
+            assert foreign or len(positional) <= MAX_POSITIONAL, f"{node.name} takes {positional}"
 
 
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

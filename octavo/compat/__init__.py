@@ -1,0 +1,1 @@
+"""Other libraries' call signatures over Octavo. Nothing here computes: it renames, refuses and passes on."""
