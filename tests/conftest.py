@@ -32,6 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_sample(config, items, config.getoption("--sample"))
     if torch.cuda.is_available():
         return
+    if "sweep" not in (config.getoption("-m") or ""):
+        for item in items:
+            if item.get_closest_marker("sweep"):
+                item.add_marker(pytest.mark.skip(reason="one more of its kind: runs with -m sweep, and on a GPU"))
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("heavy"):
