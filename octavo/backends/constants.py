@@ -1,7 +1,7 @@
 """Compile-time constants of the Triton kernels, from the decisions in planning/."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +14,8 @@ OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
 INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
-COMBINED_ROWS = 8
-COMBINED_BYTES, FEWER_COMBINED_BYTES = 16 << 10, 8 << 10
-"""Partial states that are copied to shared memory at a time when they are combined; three such copies are under way.
-Fewer where tiles are large: they have few parts, and their operands fill shared memory and registers; and for short
-rows, which would be many."""
+COMBINED_REGISTERS, FEWER_COMBINED_REGISTERS = 128, 32
+"""Registers of a thread for partial states that are combined; fewer where tiles are large, which have few parts."""
 
 
 class ListConstants(NamedTuple):
@@ -98,27 +95,33 @@ def _list_constants(split: SplitConfig) -> ListConstants:
 
 def attention_constants(
     spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool
-) -> tuple[dict[str, int | str], dict[str, int]]:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """(constexprs that the attention kernels share, compiler options)."""
-    width = next_power_of_2(spec.v_dim)
-    room = COMBINED_BYTES if tile.block_m == SMALL_ROWS and width > 64 else FEWER_COMBINED_BYTES
-    parts = room // (COMBINED_ROWS * width * 4)
-    constants: dict[str, int | str] = {
+    constants: dict[str, Any] = {
         "GROUP": spec.group_size,
         "CAUSAL": spec.causal,
         "SAME_STRIDES": same_strides,
         "D": spec.head_dim,
         "DV": spec.v_dim,
         "D_PADDED": next_power_of_2(spec.head_dim),
-        "DV_PADDED": width,
+        "DV_PADDED": next_power_of_2(spec.v_dim),
         "PAGE_SIZE": spec.page_size,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "NUM_STAGES": tile.num_stages,
         "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
-        "PARTS": min(max(parts, 1), 64) if cuts else 0,
+        "COMBINED": combined_at_a_time(tile, next_power_of_2(spec.v_dim)) if cuts else None,
     }
     return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def combined_at_a_time(tile: TileConfig, width: int) -> tuple[int, int]:
+    """(rows, parts) whose partial states, `width` values each, fit the registers of the tile's warps."""
+    small = tile.block_m == SMALL_ROWS
+    registers = COMBINED_REGISTERS if small else FEWER_COMBINED_REGISTERS
+    states = 32 * tile.num_warps * registers // width
+    parts = max(states // 8, 1) if small else 4
+    return min(max(states // parts, 1), tile.block_m), min(parts, 32)
 
 
 def append_constants(page_size: int, head_dim: int, value_dim: int, dense: bool) -> dict[str, int]:

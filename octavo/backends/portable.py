@@ -189,14 +189,14 @@ def _look(call: AttentionCall) -> tuple[Hashable, tuple[Any, ...]]:
 
 def _attention_form(
     spec: AttentionSpec, block_m: int, tuning: Tuning, bounds: Bounds, cuts: bool
-) -> tuple[TileConfig, dict[str, int | str], dict[str, int]]:
+) -> tuple[TileConfig, dict[str, Any], dict[str, int]]:
     override = tuning.small_tile if block_m == SMALL_ROWS else None
     return attention_form(spec, block_m, bounds.arch, bounds.same_strides, cuts, override)
 
 
 def attention_form(
     spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool, cuts: bool, override: TileConfig | None = None
-) -> tuple[TileConfig, dict[str, int | str], dict[str, int]]:
+) -> tuple[TileConfig, dict[str, Any], dict[str, int]]:
     """(tile, constexprs that the attention kernels share, compiler options)."""
     # Only few keys are never cut.
     tile = override or (tile_config(spec, block_m, arch) if cuts else short_tile(spec, arch))

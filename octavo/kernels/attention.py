@@ -136,12 +136,12 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
                      GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
                      D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
                      PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+                     NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, COMBINED: tl.constexpr,
                      EARLY: tl.constexpr):  # fmt: skip
     """One list of a plan, whose length is header word COUNT, from place first_item on.
 
     Strides are in elements: q, out, lse (token, head); caches (page, token in page, head). Partial states lie
-    states_begin places after the items' begin. PARTS of them are combined at a time; 0: no tile's keys are cut.
+    states_begin places after the items' begin. COMBINED: as in store_tile.
     EARLY: launched before the kernel before it has ended, for which everything here must wait.
     """
     if EARLY:
@@ -173,7 +173,7 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
         plan + HEADER_WORDS + ARRIVED + (first_item * ITEM_WORDS + (tl.program_id(0) - part) * step).to(tl.int64)
     )
     store_tile(values, lse_values, place, parts, states, first_part, out, lse, num_tokens,
-               out_strides, lse_strides, GROUP, DV, PARTS)  # fmt: skip
+               out_strides, lse_strides, GROUP, DV, COMBINED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pages", "num_states", "table_stride", "entries", "num_sequences"],
@@ -185,7 +185,7 @@ def attention_inline_kernel(q_ptr, k_cache, v_cache, out, lse, page_table, scale
                             GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
                             D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
                             PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, COMBINED: tl.constexpr):  # fmt: skip
     """attention_kernel without a plan: of a batch of few sequences, every program finds its own item.
 
     states, counters: room for num_states partial states, and as many zeros, which the kernel leaves so.
@@ -207,4 +207,4 @@ def attention_inline_kernel(q_ptr, k_cache, v_cache, out, lse, page_table, scale
         BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
     partial = (states, states + num_states.to(tl.int64) * (BLOCK_M * DV))
     store_tile(values, lse_values, place, (part, count, slot), partial, counters + slot, out, lse, num_tokens,
-               out_strides, lse_strides, GROUP, DV, PARTS)  # fmt: skip
+               out_strides, lse_strides, GROUP, DV, COMBINED)  # fmt: skip

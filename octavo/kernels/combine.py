@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels.primitives import store_rows, tile_rows
-
-COMBINED_ROWS = tl.constexpr(8)
-LSES_AT_ONCE = tl.constexpr(64)
+from octavo.kernels.primitives import finish_softmax, store_rows, tile_rows
 
 
 @triton.jit
@@ -38,55 +35,55 @@ def is_last(arrived, count):
 
 @triton.jit
 def combine_states(states, first, count, place, out, lse, num_tokens, out_strides, lse_strides, GROUP: tl.constexpr,
-                   DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Write a tile's rows from its states [first, first + count), always in the same order."""
+                   DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+                   PARTS: tl.constexpr):  # fmt: skip
+    """Write a tile's rows from its states [first, first + count), always in the same order.
+
+    PARTS of them at a time, ROWS rows: all are under way together, as nothing here hides how long one takes to come.
+    """
     outs = states[0] + first.to(tl.int64) * (BLOCK_M * DV)
     lses = states[1] + first.to(tl.int64) * BLOCK_M
     dv = tl.arange(0, DV_PADDED)
-    for first_row in range(0, BLOCK_M, COMBINED_ROWS):
-        _, tokens, heads, inside = tile_rows(place, first_row, num_tokens, GROUP, COMBINED_ROWS)
+    for first_row in range(0, BLOCK_M, ROWS):
+        _, tokens, heads, inside = tile_rows(place, first_row, num_tokens, GROUP, ROWS)
         if tl.max(inside.to(tl.int32), 0) > 0:
-            row = first_row + tl.arange(0, COMBINED_ROWS)
-            top = tl.full([COMBINED_ROWS], float("-inf"), tl.float32)
-            for start in range(0, count, LSES_AT_ONCE):
-                part = start + tl.arange(0, LSES_AT_ONCE)
-                mask = (part < count)[:, None] & inside[None, :]
-                # .cg: other programs wrote these, and the first-level cache is not coherent.
-                found = tl.load(lses + part[:, None] * BLOCK_M + row[None, :], mask=mask, other=float("-inf"),
-                                cache_modifier=".cg")  # fmt: skip
-                top = tl.maximum(top, tl.max(found, 0))
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            total = tl.zeros([COMBINED_ROWS], tl.float32)
-            mixed = tl.zeros([COMBINED_ROWS, DV_PADDED], tl.float32)
-            for start in tl.range(0, count, PARTS, num_stages=4):
+            row = first_row + tl.arange(0, ROWS)
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            mixed = tl.zeros([ROWS, DV_PADDED], tl.float32)
+            for start in tl.range(0, count, PARTS, num_stages=1):
                 part = start + tl.arange(0, PARTS)
                 mask = (part < count)[:, None] & inside[None, :]
                 at = part[:, None] * BLOCK_M + row[None, :]
+                # .cg: other programs wrote these, and the first-level cache is not coherent.
                 found = tl.load(lses + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                weight = tl.math.exp2(found - safe[None, :])
                 values = tl.load(outs + at[:, :, None] * DV + dv[None, None, :],
                                  mask=mask[:, :, None] & (dv[None, None, :] < DV), other=0.0,
                                  cache_modifier=".cg")  # fmt: skip
-                mixed += tl.sum(values * weight[:, :, None], 0)
-                total += tl.sum(weight, 0)
-            empty = total == 0.0
-            mixed = mixed * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
-            merged = tl.where(empty, float("-inf"), safe + tl.math.log2(tl.where(empty, 1.0, total)))
-            store_rows(out, lse, mixed, merged, tokens, heads, inside, out_strides, lse_strides, DV)
+                higher = tl.maximum(top, tl.max(found, 0))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                weight = tl.math.exp2(found - safe[None, :])
+                alpha = tl.math.exp2(top - safe)
+                mixed = mixed * alpha[:, None] + tl.sum(values * weight[:, :, None], 0)
+                total = total * alpha + tl.sum(weight, 0)
+                top = higher
+            values, merged = finish_softmax(mixed, top, total)
+            store_rows(out, lse, values, merged, tokens, heads, inside, out_strides, lse_strides, DV)
 
 
 @triton.jit
 def store_tile(values, lse_values, place, parts, states, arrived, out, lse, num_tokens, out_strides, lse_strides,
-               GROUP: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+               GROUP: tl.constexpr, DV: tl.constexpr, COMBINED: tl.constexpr):  # fmt: skip
     """Write a tile's rows, or its partial state, and then, where all its parts are written, its rows from these.
 
-    parts: (this part, parts of the tile, the tile's first state). PARTS states are read at a time; 0: there are none.
+    parts: (this part, parts of the tile, the tile's first state). COMBINED: rows and parts at a time; None: no tile has
+    parts.
     """
     BLOCK_M: tl.constexpr = values.shape[0]
     DV_PADDED: tl.constexpr = values.shape[1]
     part, count, slot = parts
     _, tokens, heads, inside = tile_rows(place, 0, num_tokens, GROUP, BLOCK_M)
-    if PARTS == 0:
+    if COMBINED is None:
         store_rows(out, lse, values, lse_values, tokens, heads, inside, out_strides, lse_strides, DV)
     else:
         if count == 1:
@@ -95,4 +92,4 @@ def store_tile(values, lse_values, place, parts, states, arrived, out, lse, num_
             store_state(states, slot + part, values, lse_values, inside, DV)
             if is_last(arrived, count):
                 combine_states(states, slot, count, place, out, lse, num_tokens, out_strides, lse_strides,
-                               GROUP, DV, DV_PADDED, BLOCK_M, PARTS)  # fmt: skip
+                               GROUP, DV, DV_PADDED, BLOCK_M, COMBINED[0], COMBINED[1])  # fmt: skip

@@ -238,27 +238,35 @@ def places_of(table, own, own_shape, limits, C: tl.constexpr):
 
 
 @triton.jit
+def add_each(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
+
+
+@triton.jit
 def find_item(index, capacity, num_states, table, C: tl.constexpr):
     """(whether there is one, the index-th item) of a batch whose sequences, with the padding, are at most C.OTHERS.
 
     Sequences follow each other as they come; all their items are in one list. As in plan_kernel, broken offsets that
     ask for more than `capacity` items or num_states partial states get nothing.
     """
-    _, q_len, kv_len, _ = sequence_shape(table, tl.arange(0, C.OTHERS), C.PAGE_SIZE, C.DENSE)
-    _, work = work_of(q_len, kv_len, C)
+    q_starts, q_lens, kv_lens, positions = sequence_shape(table, tl.arange(0, C.OTHERS), C.PAGE_SIZE, C.DENSE)
+    _, work = work_of(q_lens, kv_lens, C)
     limits = limits_of(tl.sum(work, 0), 0, C)
-    _, _, items, states = items_of(q_len, kv_len, limits, C)
+    _, _, items, states = items_of(q_lens, kv_lens, limits, C)
     # Items and states in one number: every sum over the sequences makes all warps wait for each other.
     both = (items.to(tl.int64) << 32) | states.to(tl.int64)
     ends = tl.cumsum(both, 0)
-    is_before = (ends >> 32) <= index
-    sequence = tl.sum(is_before.to(tl.int32), 0)
-    before = tl.sum(tl.where(is_before, both, 0), 0)
-    total = tl.sum(both, 0)
+    starts = ends - both
+    # What belongs to the item's sequence is summed with the rest: to read it again would take longer.
+    chosen = ((ends >> 32) > index) & ((starts >> 32) <= index)
+    total, before, position, q_start, q_len, kv_len, sequence = tl.reduce(
+        (both, tl.where(chosen, starts, 0), tl.where(chosen, positions, 0), tl.where(chosen, q_starts, 0),
+         tl.where(chosen, q_lens, 0), tl.where(chosen, kv_lens, 0), tl.where(chosen, tl.arange(0, C.OTHERS), 0)),
+        0, add_each)  # fmt: skip
     total_items, total_states = total >> 32, total & 0xFFFFFFFF
     found = (index < total_items) & (total_items <= capacity) & (total_states <= num_states)
-    shape = sequence_shape(table, sequence, C.PAGE_SIZE, C.DENSE)
-    _, parts, _, _ = items_of(shape[1], shape[2], limits, C)
+    shape = (q_start, q_len, kv_len, position)
+    _, parts, _, _ = items_of(q_len, kv_len, limits, C)
     inside = index - (before >> 32).to(tl.int32)
     return found, make_item(inside, shape, sequence, parts, (before & 0xFFFFFFFF).to(tl.int32), C)
 
