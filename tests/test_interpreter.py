@@ -9,27 +9,24 @@ from pathlib import Path
 
 import pytest
 
-FILES = {
-    "test_contract.py": (6, 80),
-    "test_append_merge.py": (6, 40),
-    "test_cases.py": (99, 18),
-    "test_fuzz.py": (99, 2),
-    "test_planner.py": (6, 8),
-    "test_split.py": (4, 11),
+GROUPS = {
+    ("test_contract.py",): (4, 80),
+    ("test_append_merge.py", "test_planner.py", "test_split.py"): (4, 50),
+    ("test_cases.py", "test_fuzz.py"): (99, 20),
 }
-"""By file: parameters of one test to run at most (all take some minutes), and tests that must have passed."""
+"""By files, which share a process: parameters of one test to run at most, and tests that must have passed."""
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs in the processes that this test starts")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", FILES)
-def test_triton_kernels_under_the_interpreter(name):
-    here, (sample, fewest) = Path(__file__).parent, FILES[name]
+@pytest.mark.parametrize("files", GROUPS, ids=" ".join)
+def test_triton_kernels_under_the_interpreter(files):
+    here, (sample, fewest) = Path(__file__).parent, GROUPS[files]
     command = [sys.executable, "-m", "pytest", "-m", "interpreter", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-W", "ignore::DeprecationWarning", "--sample", str(sample), str(here / name)],
+        [*command, "-W", "ignore::DeprecationWarning", "--sample", str(sample), *(str(here / name) for name in files)],
         cwd=here.parent,
         env=environment,
         capture_output=True,
