@@ -5,6 +5,9 @@ Tiny random models here; those marked `weights` need SmolLM2-135M, which example
 
 import inspect
 import os
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from transformers.generation.continuous_batching import cache as cb_cache  # noq
 from octavo.integrations import transformers_paged  # noqa: E402
 from octavo.integrations.transformers import NAME, PAGED_NAME, register  # noqa: E402
 
+ROOT = Path(__file__).parent.parent
 PAD, EOS = 258, 257
 SHAPE = {
     "vocab_size": 259,
@@ -94,8 +98,8 @@ def assert_logits(model, ids, mask):
     assert (ours - exact).abs().max() <= allowed
 
 
-def settings(max_new_tokens=12):
-    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=EOS, pad_token_id=PAD)
+def settings(max_new_tokens=12, eos=EOS):
+    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=PAD)
 
 
 def one_by_one(model, sequences, implementation="sdpa", **options):
@@ -249,6 +253,43 @@ def test_registering_again_changes_nothing():
     register()
     assert utils._lazy_imports is before
     assert before.__wrapped__.__module__ == utils.__name__
+
+
+def test_the_documents_example_runs():
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    names = {}
+    for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert names["tokens"].shape == (2, 12)
+    assert [len(x.generated_tokens) for x in names["outputs"].values()] == [8, 8]
+
+
+@pytest.fixture
+def smollm2(monkeypatch):
+    """(tokenizer, model) of real weights."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import smollm2
+
+    sys.modules.pop("smollm2")
+    if not smollm2.is_ready():
+        pytest.skip("needs SmolLM2-135M: python examples/smollm2.py")
+    return smollm2.load("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+
+
+@pytest.mark.weights
+def test_real_weights(smollm2):
+    """Logits of a padded batch; tokens with prompts that share a prefix, and come in chunks of 48 tokens."""
+    tokenizer, model = smollm2
+    system = "You answer in one short sentence, and you never say that you are a model."
+    questions = ("Name the capital of France.", "What is 7 plus 5?", "List three fruits.")
+    chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in questions]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    sequences = [tokenizer(text).input_ids for text in texts]
+    expected = one_by_one(model, sequences, eos=tokenizer.eos_token_id)
+    options = {"batching": {"max_batch_tokens": 48}, "eos": tokenizer.eos_token_id}
+    assert batched(model, sequences, page_size=8, **options) == expected
+    assert "Paris" in tokenizer.decode(expected[0])
+    assert_logits(model, *left_padded(sequences[:2]))
 
 
 @pytest.mark.gpu
