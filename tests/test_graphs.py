@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from inputs import BAD_PAGE, BF16, Problem, indptr, pages_of
+from inputs import BAD_PAGE, Problem, indptr, pages_of
 from tolerance import assert_matches
 
 import octavo
@@ -108,15 +108,16 @@ class Step:
     def __init__(self, bounds: Bounds, device: str, backend: str) -> None:
         self.bounds, self.spec, self.device, self.backend = bounds, bounds.spec, device, backend
         spec, sequences = self.spec, bounds.sequences
-        dtype = BF16
 
         def index(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         pool = bounds.pages * (sequences if bounds.dense else 1) + 8
-        self.cache = torch.zeros(pool, 2, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+        self.cache = torch.zeros(
+            pool, 2, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
+        )
         self.kv = PagedKV.combined(self.cache)
-        self.q = torch.zeros(bounds.tokens, spec.num_qo_heads, spec.head_dim, dtype=dtype, device=device)
+        self.q = torch.zeros(bounds.tokens, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=device)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(self.q.shape[:2], device=device)
         if bounds.dense:
             table = index(sequences, bounds.pages)
