@@ -51,6 +51,7 @@ def _attend_cache(
         keys = _of(options.get("max_seqlen_k", options.get("max_length_k")), kind)
         read, write = options["read_index"][group], options["write_index"][group]
         table = (read if read.numel() else write, -(-int(keys) // cache.block_size))
+        options["slots"] = write
     else:
         table = table[group]
     return _attend_pages(module, query, key, value, kv, table, group, options)
@@ -74,7 +75,7 @@ def _attend_pages(
 
     table: block_table [sequences, max_pages], or (positions in the cache of every sequence's keys, pages to a row).
     """
-    offsets = options["cu_seq_lens_k"]
+    offsets, slots = options["cu_seq_lens_k"], options.get("slots")
     if torch.is_grad_enabled():
         fail("continuous batching", "no gradients (it writes to the cache)", "grad mode", "use torch.no_grad()")
 
@@ -88,8 +89,18 @@ def _attend_pages(
     q = query[0].transpose(0, 1)
     spec = spec_of(module, query, kv, options)
     attn, batch = planned(offsets, module.layer_idx, group, spec, q.shape[0], make_batch)
-    append(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, batch)
+    _store(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, batch, slots)
     return attn.run(q, kv, **values_of(options))[0].unsqueeze(0)
+
+
+def _store(key: Tensor, value: Tensor, kv: PagedKV, batch: PagedBatch, slots: Tensor | None) -> None:
+    """Write new keys and values [tokens, kv_heads, dim] into the cache; slots: their positions in it, where known."""
+    if slots is None or key.device.type != "cpu":
+        append(key, value, kv, batch)
+        return
+    # The CPU checks every value that append gets, in every layer; these copies check the positions by themselves.
+    kv.k_cache.view(-1, *key.shape[1:]).index_copy_(0, slots, key)
+    kv.v_cache.view(-1, *value.shape[1:]).index_copy_(0, slots, value)
 
 
 def _table_of_positions(positions: Tensor, pages: int, offsets: Tensor, page_size: int) -> Tensor:
