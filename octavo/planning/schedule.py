@@ -123,7 +123,7 @@ def schedule(spec: AttentionSpec, shapes: Sequence[SequenceShape], config: Sched
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i].kv_len, i))
     small = [i for i in order if config.small_m and is_small(spec, shapes[i], config)]
     small_config = replace(config, block_m=config.small_m, split=config.small_split)
-    main = [i for i in order if i not in small]
+    main = [i for i in order if not (config.small_m and is_small(spec, shapes[i], config))]
     return Schedule(_list(spec, shapes, main, config), _list(spec, shapes, small, small_config))
 
 
