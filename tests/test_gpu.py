@@ -1,4 +1,4 @@
-"""What only a GPU shows: no host synchronisation, no recompilation, sizes past 2^31. CUDA graphs are in test_graphs.py."""
+"""What only a GPU shows: no host synchronisation, no recompilation, sizes past 2^31. Graphs are in test_graphs.py."""
 
 import math
 import random
