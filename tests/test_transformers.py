@@ -43,8 +43,8 @@ SHAPE = {
     "pad_token_id": PAD,
 }
 PAGE_OPTION = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
-IN_PLACE = PAGE_OPTION == "block_size"
-"""Transformers 5.17 hands its cache to attention; later versions gather keys first, except in decode steps."""
+HAS_PREFIXES = PAGE_OPTION == "block_size"
+"""Transformers 5.17 names paged implementations "paged|...", and hands its cache to attention."""
 
 
 @pytest.fixture(autouse=True)
@@ -168,10 +168,10 @@ def test_continuous_batching_with_chunked_prefill(page_size):
 
 def test_the_paged_name_works_too():
     model, sequences = tiny(Qwen3Config, Qwen3ForCausalLM), prompts()
-    name = f"paged|{PAGED_NAME}" if IN_PLACE else PAGED_NAME
+    name = f"paged|{PAGED_NAME}" if HAS_PREFIXES else PAGED_NAME
     expected = one_by_one(model, sequences)
     assert batched(model, sequences, implementation=name) == expected
-    if IN_PLACE:
+    if HAS_PREFIXES:
         assert batched(model, sequences, implementation=f"paged|{NAME}") == expected
 
 
@@ -190,15 +190,22 @@ def test_shared_prefixes_are_shared(monkeypatch):
     assert max(found) == 32
 
 
-@pytest.mark.skipif(not IN_PLACE, reason="this version of Transformers gathers keys before it calls attention")
 def test_nothing_is_gathered(monkeypatch):
     def update(*args, **kwargs):
         raise AssertionError("the cache was gathered")
 
     model, sequences = tiny(), prompts()
     expected = one_by_one(model, sequences)
-    monkeypatch.setattr(cb_cache.PagedAttentionCache, "update", update)
+    if HAS_PREFIXES:
+        monkeypatch.setattr(cb_cache.PagedAttentionCache, "update", update)
+    else:
+        monkeypatch.setattr(cb_cache.FullAttentionCacheAllocator, "update", update)
     assert batched(model, sequences) == expected
+
+
+def test_other_implementations_are_as_they_were():
+    model, sequences = tiny(), prompts()
+    assert batched(model, sequences, implementation="sdpa") == one_by_one(model, sequences)
 
 
 def test_block_tables_of_decode_steps(monkeypatch):

@@ -16,29 +16,25 @@ import torch
 
 from octavo.errors import fail
 from octavo.integrations.transformers_padded import attend_padded, mask_table
-from octavo.integrations.transformers_paged import attend_packed
+from octavo.integrations.transformers_paged import PAGED_NAME, attend_packed, keep_in_pages
 from octavo.shapes import Tensor
 
 NAME = "octavo"
-
-PAGED_NAME = "octavo_flash_2"
-"""The name under which `generate_batch` runs. Transformers uses CUDA graphs, asynchronous batches and block tables only
-with implementations that are named like FlashAttention 2 or 3; its later versions take no other names at all."""
 
 
 def register() -> None:
     """Make `model.set_attn_implementation("octavo")` and `from_pretrained(..., attn_implementation="octavo")` work.
 
     May be called any number of times. It registers attention and mask functions under Transformers' own interface, and
-    wraps two of its functions for Octavo's names alone: the one that picks an implementation for `generate_batch`, and
-    the one that loads FlashAttention's functions for flash-like names.
+    wraps functions of Transformers for Octavo's names alone: the one that picks an implementation for `generate_batch`,
+    the one that loads FlashAttention's functions for flash-like names, and after 5.17 the one that gathers keys.
 
     Raises:
         ImportError: Transformers is not installed, or is older than 5.17.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
-        from transformers.generation.continuous_batching import ContinuousBatchingManager
+        from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
     except ImportError as error:
         raise ImportError("octavo: expected transformers >= 5.17; fix: pip install 'octavo[transformers]'") from error
     for name in (NAME, PAGED_NAME):
@@ -47,6 +43,8 @@ def register() -> None:
         AttentionInterface.register(f"paged|{name}", attention)
     _wrap(modeling_flash_attention_utils, "_lazy_imports", _serve_flash_names)
     _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_paged)
+    if not _has_prefixes():
+        _wrap(PagedAttentionCache, "update", keep_in_pages)
 
 
 @torch.compiler.disable
@@ -112,13 +110,12 @@ def _switch_to_paged(original: Any, manager: Any, model: Any, *args: Any, **kwar
             "Transformers pins those of this model; use generate, or set_attn_implementation('sdpa')",
         )
     manager._original_attn_impl = NAME
-    model.set_attn_implementation(_paged_name())
+    model.set_attn_implementation(f"paged|{PAGED_NAME}" if _has_prefixes() else PAGED_NAME)
     return None
 
 
-def _paged_name() -> str:
-    """Up to 5.17 paged implementations have a prefix, which later versions drop."""
+def _has_prefixes() -> bool:
+    """Up to 5.17 paged implementations have a prefix of their own, and update the cache themselves."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    prefixed = "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-    return f"paged|{PAGED_NAME}" if prefixed else PAGED_NAME
+    return "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys()

@@ -1,5 +1,6 @@
 """Attention over a packed batch, as continuous batching has it: the cache is read where it lies, page by page."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,24 +12,50 @@ from octavo.kv_cache import PagedKV
 from octavo.problem import PagedBatch
 from octavo.shapes import Tensor
 
+PAGED_NAME = "octavo_flash_2"
+"""The name under which `generate_batch` runs. Transformers uses CUDA graphs, asynchronous batches and block tables only
+with implementations that are named like FlashAttention 2 or 3; its later versions take no other names at all."""
+
 
 def attend_packed(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     """[1, tokens, qo_heads, value_dim] of query [1, qo_heads, tokens, head_dim] and key, value [1, kv_heads, n, dim].
 
     `options` are Transformers' keyword arguments, which differ between its versions:
 
-    - `cache` (5.17): key and value hold new tokens only. They are appended, and the cache is read in place; where
-      layers have a sliding window the cache is a ring, which Transformers gathers.
-    - `block_table` (decode steps of flash-named implementations): the same, with the table given.
-    - neither (5.18 and later, or packed sequences without a cache): key and value are all keys, already gathered.
+    - `cache` (5.17) or `k_cache` (later): key and value hold new tokens only. They go into their pages, which are then
+      read in place. A layer with a sliding window has a ring instead of pages, which Transformers gathers.
+    - neither: key and value are all keys, one sequence's after another's.
     """
     cache = options.get("cache")
     if cache is not None:
         return _attend_cache(module, query, key, value, cache, options)
-    if options.get("block_table") is not None:
-        kv = PagedKV(options["k_cache"], options["v_cache"])
-        return _attend_pages(module, query, key, value, kv, options["block_table"], "decode", options)
-    return _attend_gathered(module, query, key, value, options)
+    if options.get("k_cache") is None:
+        return _attend_gathered(module, query, key, value, options)
+    kv, table = PagedKV(options["k_cache"], options["v_cache"]), options.get("block_table")
+    if table is None:
+        table = (options["positions"], -(-int(options["max_length_k"]) // kv.page_size))
+    return _attend_pages(module, query, key, value, kv, table, "", options)
+
+
+@torch.compiler.disable
+def keep_in_pages(
+    original: Callable[..., Any], cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """In place of the method of Transformers' cache that gathers all keys before it calls an attention function.
+
+    New keys and values are handed on as they are, with the layer's pages and the positions of its keys in `kwargs`.
+    Layers with a sliding window, other implementations and steps with block tables go to `original`.
+    """
+    allocator = cache.layer_to_allocator[layer_idx]
+    is_ours = cache.config._attn_implementation == PAGED_NAME and allocator.supports_block_table
+    if not is_ours or kwargs.get("block_table") is not None:
+        return original(cache, key, value, layer_idx, kwargs=kwargs)
+    read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
+    k_cache, v_cache = allocator.get_cache_for_block_table(layer_idx)
+    kwargs.update(k_cache=k_cache, v_cache=v_cache, positions=read if read.numel() else write, slots=write)
+    for name in ("cu_seq_lens_k", "max_length_k"):
+        kwargs[name] = kwargs[name][allocator.layer_type]
+    return key, value
 
 
 def _attend_cache(
