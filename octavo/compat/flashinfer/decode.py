@@ -244,12 +244,49 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
 def fast_decode_plan(
     self: BatchDecodeWithPagedKVCacheWrapper,
-    *args: Any,
+    indptr: Indptr,
+    indices: PageIds,
+    last_page_len: PerSequence,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: DType | None = None,
+    kv_data_type: DType | None = None,
+    data_type: DType | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
-    **kwargs: Any,
 ) -> None:
-    """`plan`, which is this fast already: it reads nothing from the device."""
-    self.plan(*args, **kwargs)
+    """The wrapper's `plan`, which is this fast already: it reads nothing from the device."""
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )
 
 
 __all__ = [
