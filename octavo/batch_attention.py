@@ -11,6 +11,7 @@ from octavo.calls import Ready, Remembered, look_of, look_of_table, needs_gradie
 from octavo.errors import fail
 from octavo.kv_cache import PagedKV
 from octavo.planning.form import PlanForm
+from octavo.planning.readback import explain_plan
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import LogSumExp, Output, Queries, Tensor
 from octavo.validation import (
@@ -233,12 +234,19 @@ class BatchAttention:
         return out, lse
 
     def explain(self) -> str:
-        """The chosen backend, its tiles and bounds, and why each other backend was not taken."""
+        """The chosen backend, why each other was not taken, and the schedule of the plan that is in the workspace: its
+        items, cuts and balance, rows that see no key, and on an H200 the predicted time beside the roofline.
+
+        On a GPU this reads the plan back: it waits for the device, and raises while a CUDA graph is being captured.
+        After a graph's replay, the plan is that of the replay.
+        """
         lines = [f"spec      {self.spec}", f"backend   {self.choice.backend.name} on {self.device}"]
         if self._batch is not None:
             assert self._planner is not None
             tiles = self._planner.form.describe() if self._planner.form else "per sequence"
             lines += [f"plan      {self._batch}", f"tiles     {tiles}, at most {self._planner.num_tokens} tokens"]
+            if self._planner.form:
+                lines += explain_plan(self.spec, self._workspace, self._planner.form, arch_of(self.device))
         lines.append(f"workspace {self._workspace.numel() * 4} bytes")
         lines += [f"not {name}: {reason}" for name, reason in self.choice.rejected]
         return "\n".join(lines)

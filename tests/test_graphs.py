@@ -15,7 +15,7 @@ from octavo import AttentionSpec, BatchAttention, PagedBatch, PagedKV, ops
 from octavo.backends import BACKENDS, arch_of
 from octavo.bench.sampling import sample_rows
 from octavo.planning.form import DEFAULT_SPLIT, schedule_config
-from octavo.planning.picture import items_end, read_plan
+from octavo.planning.readback import items_end, read_plan
 
 SPEC = AttentionSpec(16, 2, 128)
 ON_GPU = torch.cuda.is_available()

@@ -18,8 +18,10 @@ from octavo.bench.workloads import Workload
 from octavo.cli.app import app
 from octavo.cli.schedule import sequence_shapes
 from octavo.planning.form import DEFAULT_SPLIT, PlanForm, schedule_config
-from octavo.planning.picture import Machine, describe, items_end, picture, read_plan
+from octavo.planning.picture import Machine, describe, picture
+from octavo.planning.readback import explain_plan, items_end, read_plan
 from octavo.planning.schedule import schedule
+from octavo.problem import Arch
 from octavo.work_item import HEADER_WORDS, ITEM_WORDS, NUM_ITEMS, NUM_SMALL_ITEMS
 
 SPEC = AttentionSpec(32, 4, 128)
@@ -79,12 +81,12 @@ def test_every_item_runs_once_and_workers_do_one_thing_at_a_time(pairs, form, ca
 def test_text_says_items_cuts_balance_dead_rows_and_roofline():
     text = "\n".join(describe(drawn([300, 1, 2000], [700, 9000, 3], MIXED)))
     main, small = drawn([300, 1, 2000], [700, 9000, 3], MIXED).lists
-    assert f"main list  {len(main.spans)} items of 128 rows, {main.storing} only store" in text
+    assert f"main      {len(main.spans)} items of 128 rows, {main.storing} only store" in text
     assert f"{small.cut_tiles} tiles cut into {small.parts} parts" in text and small.cut_tiles == 4
-    assert f"rows       {2301 * 32} (token, query head), {100 * 1997 / 2301:.1f} % see no key" in text
+    assert f"rows      {2301 * 32} (token, query head), {100 * 1997 / 2301:.1f} % see no key" in text
     assert f"longest item {small.longest_keys} keys" in text and "bound by memory" in text
     untimed = "\n".join(describe(drawn([300], [700], PREFILL), rates_known=False))
-    assert "predicted" not in untimed and "main list" in untimed
+    assert "predicted" not in untimed and "main  " in untimed
 
 
 def test_precise_products_take_longer():
@@ -114,6 +116,24 @@ def test_a_plan_reads_back_as_the_model(pairs):
     for name in ("main", "small"):
         listed = [{**vars(x), "page_position": position} for x in getattr(want, name)]
         assert [vars(x) for x in getattr(got, name)] == listed
+
+
+@pytest.mark.parametrize(("name", "timed"), [("NVIDIA H200", True), ("NVIDIA A100", False)])
+def test_a_plan_in_a_workspace_is_explained(name, timed):
+    """Only the items are read of it; times are left out where the device's rates are not known."""
+    form = PlanForm(16, 0, 264, 0)
+    words = TritonBackend().plan_words(SPEC, 2, 1, form)
+    plan = torch.full((words,), -1, dtype=torch.int32)
+    want = schedule(
+        SPEC, sequence_shapes(Workload("w", (1,), (9000,)), SPEC), schedule_config(form, DEFAULT_SPLIT)
+    ).main
+    plan[NUM_ITEMS], plan[NUM_SMALL_ITEMS] = len(want), 0
+    for place, item in zip(plan[HEADER_WORDS:].split(ITEM_WORDS), want, strict=False):
+        fields = list(vars(item).values())
+        place[:] = torch.tensor([*fields[:4], 0, *fields[4:], 0])
+    lines = explain_plan(SPEC, plan, form, Arch("cuda", (9, 0), 132, name))
+    assert lines == list(describe(drawn([1], [9000], form), rates_known=timed))
+    assert any("tiles cut into" in line for line in lines) and any("predicted" in line for line in lines) == timed
 
 
 def rects(svg):
@@ -204,4 +224,4 @@ def test_info_reads_traces(tmp_path):
     save_file(INDICES, tmp_path / "trace" / "blob.safetensors")
     result = CliRunner().invoke(app, ["info", "--batch", str(tmp_path / "trace"), "--backend", "triton"])
     assert result.exit_code == 0, result.output
-    assert "fedcba98" in result.stdout and result.stdout.count("main list") == 2
+    assert "fedcba98" in result.stdout and result.stdout.count("roofline ") == 2

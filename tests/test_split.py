@@ -4,13 +4,14 @@ short as can be."""
 import itertools
 import os
 import random
+import re
 
 import pytest
 import torch
 from inputs import FP16, FP32, I64, Case, build
 from tolerance import assert_matches
 
-from octavo import PagedBatch, work_item
+from octavo import BatchAttention, PagedBatch, work_item
 from octavo.backends import AttentionCall, arch_of
 from octavo.backends.portable import COUNTERS, Tuning
 from octavo.backends.triton import TritonBackend
@@ -141,3 +142,14 @@ def test_batches_that_can_not_be_cut_take_no_workspace():
     form = backend.plan_form(problem.spec, 2, problem.batch, arch)
     assert not backend.tuning.config(form).split.cuts
     assert backend.plan_words(problem.spec, 2, 2, form) < 1000
+
+
+def test_explain_reads_the_plan_back():
+    """What is in the workspace, from which the picture's tests go on."""
+    problem = build(Case("n", (40, 1, 2), (20, 9, 0), heads=(8, 2), dims=(32, 32), padding=0, dtype=FP16), DEVICE)
+    attention = BatchAttention(problem.spec, device=DEVICE, backend="triton")
+    assert "items" not in attention.explain()
+    attention.plan(problem.batch, num_tokens=43)
+    dead = 8 * (20 + 2)
+    assert f"rows      {8 * 43} (token, query head), {100 * dead / (8 * 43):.1f} % see no key" in attention.explain()
+    assert re.search(r"^main +\d+ items of \d+ rows", attention.explain(), re.MULTILINE)

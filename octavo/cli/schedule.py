@@ -43,14 +43,14 @@ def show_schedules(screen: Console, jobs: list[Job], options: ScheduleOptions) -
         w = job.workload
         sizes = f"{len(w.qo_lens)} sequences, {w.num_tokens} tokens, {sum(w.kv_lens)} keys"
         screen.print(f"[bold]{w.name}[/]: {sizes}", highlight=False)
-        screen.print(f"{'backend':11}{name} on {arch.name}, {arch.num_sms} SMs", highlight=False)
-        screen.print(f"{'tiles':11}{form.describe()}", highlight=False)
+        screen.print(f"{'backend':10}{name} on {arch.name}, {arch.num_sms} SMs", highlight=False)
+        screen.print(f"{'tiles':10}{form.describe()}", highlight=False)
         for line in describe(seen):
             screen.print(line, highlight=False, markup=False)
         if options.plot is not None:
             path = _plot_path(options.plot, number, len(jobs))
             path.write_text(schedule_chart(seen, w.name))
-            screen.print(f"{'picture':11}{path}", highlight=False, markup=False)
+            screen.print(f"{'picture':10}{path}", highlight=False, markup=False)
         screen.print()
 
 

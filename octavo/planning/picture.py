@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.planning.form import PlanForm, layout_of
-from octavo.planning.schedule import Schedule, ScheduleConfig, SequenceShape, WorkItem
+from octavo.planning.form import PlanForm
+from octavo.planning.schedule import Schedule, SequenceShape, WorkItem
 from octavo.problem import AttentionSpec
-from octavo.shapes import Tensor
-from octavo.work_item import HEADER_WORDS, ITEM_WORDS, NUM_ITEMS, NUM_SMALL_ITEMS
 
 H200_SMS = 132
 _H200_FLOPS, _H200_BYTES = 712e12, 4.26e12
@@ -159,19 +157,6 @@ def picture(spec: AttentionSpec, schedule: Schedule, form: PlanForm, machine: Ma
     return Picture(spec, machine, lists, rows, dead, _flops(spec, shapes), _bytes(spec, shapes))
 
 
-def items_end(spec: AttentionSpec, words: int, config: ScheduleConfig) -> int:
-    """Where the items of a plan of so many words end, in words: what `read_plan` wants of it."""
-    return HEADER_WORDS + ITEM_WORDS * layout_of(spec, words, config).capacity
-
-
-def read_plan(plan: Tensor) -> Schedule:
-    """The schedule in a plan's header and items, which are on the host."""
-    words = plan[HEADER_WORDS:].view(-1, ITEM_WORDS).tolist()
-    items = [WorkItem(*(*w[:3], (w[4] << 32) | (w[3] & 0xFFFFFFFF), *w[5:15])) for w in words]
-    main, small = int(plan[NUM_ITEMS]), int(plan[NUM_SMALL_ITEMS])
-    return Schedule(items[:main], items[len(items) - small :][::-1])
-
-
 def _shape_of(item: WorkItem) -> SequenceShape:
     return SequenceShape(item.q_start, item.q_len, item.kv_len, item.page_position)
 
@@ -260,18 +245,18 @@ def describe(p: Picture, rates_known: bool = True) -> Iterator[str]:
         empty = f", {one.empty} empty places" if one.empty else ""
         storing = f", {one.storing} only store" if one.storing else ""
         items = f"{len(one.spans)} items of {one.block_m} rows{storing}{cut}{empty}"
-        yield f"{one.name + ' list':11}{items}, {one.workers} workers"
+        yield f"{one.name:10}{items}, {one.workers} workers"
         if one.longest_keys:
             ratio = f"{one.longest_over_ideal:.2f}x a worker's mean load of {one.ideal_keys:.{_places(one)}f}"
-            yield f"{'balance':11}longest item {one.longest_keys} keys, {ratio}; workers busy {100 * one.busy:.0f} %"
+            yield f"{'balance':10}longest item {one.longest_keys} keys, {ratio}; workers busy {100 * one.busy:.0f} %"
     share = 100 * p.dead_rows / p.rows if p.rows else 0.0
-    yield f"{'rows':11}{p.rows} (token, query head), {share:.1f} % see no key"
+    yield f"{'rows':10}{p.rows} (token, query head), {share:.1f} % see no key"
     if rates_known:
         what = "compute" if p.compute_seconds >= p.memory_seconds else "memory"
         reached = 100 * p.bound_seconds / p.seconds if p.seconds else 100.0
         rates = f"{p.machine.flops_per_s / 1e12:.3g} TFLOP/s, {p.machine.bytes_per_s / 1e9:.4g} GB/s"
-        yield f"{'predicted':11}{_duration(p.seconds)} without planning, {reached:.0f} % of the roofline"
-        yield f"{'roofline':11}{_duration(p.bound_seconds)}, bound by {what} ({rates})"
+        yield f"{'predicted':10}{_duration(p.seconds)} without planning, {reached:.0f} % of the roofline"
+        yield f"{'roofline':10}{_duration(p.bound_seconds)}, bound by {what} ({rates})"
 
 
 def _places(one: ListPicture) -> int:
