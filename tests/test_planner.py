@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import work_item
+from octavo.backends.hopper import HopperBackend
 from octavo.backends.portable import Tuning
 from octavo.backends.triton import TritonBackend
 from octavo.planning.form import PlanForm, SplitChoice, layout_of, plan_words, schedule_config
@@ -25,7 +26,7 @@ from octavo.planning.schedule import (
     visible_keys,
 )
 from octavo.planning.split import SplitConfig
-from octavo.problem import AttentionSpec, PagedBatch
+from octavo.problem import Arch, AttentionSpec, PagedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,6 +119,34 @@ def test_states_have_places_of_their_own_inside_the_workspace(pairs, heads, conf
         assert all(slot < room for slot in used)
         assert room <= (split.fixed_parts * tiles if split.fixed_blocks else 4 * split.workers)
     assert len(lists.main) + len(lists.small) <= layout.capacity
+
+
+H200 = Arch("cuda", (9, 0), 132, "H200")
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    st.sampled_from([TritonBackend(), HopperBackend()]),
+    st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 17, 300]), st.sampled_from([0, 1, 70, 3000])), max_size=12),
+    st.tuples(st.integers(0, 900), st.integers(0, 40), st.sampled_from([0, 9000])),
+    st.sampled_from([(1, 1), (8, 1), (7, 1), (32, 4)]),
+    st.booleans(),
+)
+def test_a_workspace_sized_by_bounds_holds_every_smaller_batch(backend, pairs, room, heads, invariant):
+    """As graphs need it: sized once for the most tokens and sequences, planned for any batch within."""
+    spec = AttentionSpec(*heads, head_dim=128)
+    tokens, more_sequences, more_pages = sum(q for q, _ in pairs) + room[0], room[1], room[2]
+    words = backend.max_plan_words(spec, tokens, len(pairs) + more_sequences, H200, invariant)
+    starts = torch.empty(len(pairs) + 1, dtype=torch.int32, device="meta")
+    table = torch.empty(sum(kv for _, kv in pairs) + more_pages, dtype=torch.int32, device="meta")
+    form = backend.plan_form(spec, tokens, PagedBatch.csr(starts, starts, table), H200, invariant)
+    assert backend.plan_words(spec, tokens, len(pairs), form) <= words
+    config = schedule_config(form, SplitChoice())
+    layout, lists = layout_of(spec, words, config), schedule(spec, shapes_of(pairs, padding=room[0]), config)
+    assert len(lists.main) + len(lists.small) <= layout.capacity
+    for items, states in ((lists.main, layout.states), (lists.small, layout.small_states)):
+        assert all(x.slot + x.num_splits <= states for x in items if x.num_splits > 1 and x.row_count)
+    assert work_item.HEADER_WORDS + work_item.ITEM_WORDS * layout.end <= words
 
 
 long_lengths = st.lists(st.tuples(st.sampled_from([1, 1, 2, 17, 300]), st.integers(1, 5000)), min_size=1, max_size=20)

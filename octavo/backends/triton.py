@@ -74,7 +74,9 @@ class TritonBackend:
         self, spec: AttentionSpec, num_tokens: int, num_sequences: int, arch: Arch, batch_invariant: bool = False
     ) -> int:
         """The most that plan_words says for any form that a batch of at most this size gets."""
-        rows = {SMALL_ROWS, *(self.block_m(spec, tokens, 1) for tokens in (1, *range(16, LARGE_ROWS, 16), 4096))}
+        # As many sequences as heads in a group: then the mean rows of one are the tokens given.
+        means = (SMALL_ROWS, MEDIUM_ROWS, LARGE_ROWS, 2 * LARGE_ROWS)
+        rows = {SMALL_ROWS, *(self.block_m(spec, mean, spec.group_size) for mean in means)}
         forms = [self.form(spec, m, SMALL_ROWS if m > SMALL_ROWS else 0, arch, batch_invariant) for m in rows]
         return max(self.plan_words(spec, num_tokens, num_sequences, form) for form in forms)
 
