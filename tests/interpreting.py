@@ -44,8 +44,10 @@ def _patched_once_a_launch(patch_lang):
     def patch(fn):
         if id(fn.__globals__) in patched:
             return None
-        patched.add(id(fn.__globals__))
         scope = patch_lang(fn)
+        if not hasattr(scope, "restore"):
+            return scope
+        patched.add(id(fn.__globals__))
         restore = scope.restore
 
         def restore_all():
