@@ -18,7 +18,15 @@ REASON = "needs transformers >= 5.17 (pip install 'octavo[transformers]')"
 transformers = pytest.importorskip("transformers", minversion="5.17.0", reason=REASON)
 pytestmark = pytest.mark.transformers
 
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as cb_cache  # noqa: E402
 
@@ -91,13 +99,18 @@ def logits_of(model, implementation, ids, mask):
     return logits[mask.bool()].double().cpu()
 
 
-def assert_logits(model, ids, mask):
-    """The tolerance rule: at most twice SDPA's error against float64, plus one rounding."""
+def assert_close(model, run):
+    """The tolerance rule for run(model, implementation): at most twice SDPA's error against float64, plus a rounding."""
     dtype = model.dtype
-    ours, theirs = (logits_of(model, name, ids, mask) for name in (NAME, "sdpa"))
-    exact = logits_of(model.double(), "sdpa", ids, mask)
+    ours, theirs = (run(model, name) for name in (NAME, "sdpa"))
+    exact = run(model.double(), "sdpa")
+    model.to(dtype)
     allowed = 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
     assert (ours - exact).abs().max() <= allowed
+
+
+def assert_logits(model, ids, mask):
+    assert_close(model, lambda model, name: logits_of(model, name, ids, mask))
 
 
 def settings(max_new_tokens=12, eos=EOS):
@@ -155,6 +168,38 @@ def test_a_static_cache_is_read_up_to_what_it_holds():
         static.cache_implementation = "static"
         out[name] = model.generate(ids, generation_config=static)
     assert out[NAME].tolist() == out["sdpa"].tolist()
+
+
+@pytest.mark.parametrize("search", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "lookup"])
+def test_generate_in_other_ways(search):
+    """Beams reorder the cache; prompt lookup checks several tokens at once, and takes some back."""
+    model, ids = tiny(), torch.tensor(prompts((12,)))
+    ids[:, 6:] = ids[:, :6]
+    options = settings()
+    options.update(**search)
+    out = {}
+    for name in ("sdpa", NAME):
+        model.set_attn_implementation(name)
+        out[name] = model.generate(ids, generation_config=options).tolist()
+    assert out[NAME] == out["sdpa"]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(1, 2)], ids=["padded", "alone"])
+def test_an_encoder_and_its_decoder(rows):
+    """Bidirectional and cross attention, of which only the decoder's own is causal."""
+    torch.manual_seed(0)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    shape = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 259, "init_std": 0.3}
+    model = BartForConditionalGeneration(BartConfig(**shape, **heads, max_position_embeddings=64)).eval()
+    ids, mask = right_padded([[4, 5, 6, 7, 8, 9], [11, 12, 13]])
+    decoder_ids = torch.tensor([[2, 20, 21, 22], [2, 30, 31, 32]])
+
+    @torch.no_grad()
+    def run(model, name):
+        model.set_attn_implementation(name)
+        return model(ids[rows], attention_mask=mask[rows], decoder_input_ids=decoder_ids[rows]).logits.double()
+
+    assert_close(model, run)
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 32])
@@ -245,7 +290,6 @@ def test_sliding_windows(layers):
     """Windows of 9 keys, prompts of up to 40: rings turn over, chunks are longer than the window."""
     model, sequences = tiny(Qwen3Config, Qwen3ForCausalLM, **layers), prompts()
     assert_logits(model, *left_padded(sequences))
-    model = model.float()
     expected = one_by_one(model, sequences)
     assert one_by_one(model, sequences, NAME) == expected
     assert batched(model, sequences, page_size=4) == expected
