@@ -100,7 +100,7 @@ def logits_of(model, implementation, ids, mask):
 
 
 def assert_close(model, run):
-    """The tolerance rule for run(model, implementation): at most twice SDPA's error against float64, plus a rounding."""
+    """The tolerance rule for run(model, implementation): off float64 by at most twice SDPA's error and a rounding."""
     dtype = model.dtype
     ours, theirs = (run(model, name) for name in (NAME, "sdpa"))
     exact = run(model.double(), "sdpa")
