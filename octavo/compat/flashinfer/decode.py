@@ -33,6 +33,7 @@ POSITIONAL = (
     "seq_lens",
     "fixed_split_size",
     "disable_split_kv",
+    "q_len_per_req",
 )
 """Names of plan()'s optional arguments in the order in which it takes them after page_size."""
 
