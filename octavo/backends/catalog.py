@@ -148,7 +148,7 @@ def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True)
     name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}"
     early = launches_early(arch)
     constants = {"COUNT": NUM_ITEMS, **constants, "EARLY": early}
-    options |= list_options(block_m, arch)
+    options |= list_options(arch)
     return _build(
         name, attention_kernel, signature, constants, options=options, expect=(mma, "LDGSTS"), max_spills=spills
     )

@@ -14,7 +14,7 @@ OWN_SEQUENCES, OTHER_SEQUENCES, ITEMS_AT_ONCE = 16, 256, 64
 INLINE_SEQUENCES = 128
 """Sequences, with the padding, that a program of the attention kernel can plan for by itself."""
 APPEND_TOKENS, MERGE_ROWS = 16, 16
-COMBINED_REGISTERS, FEWER_COMBINED_REGISTERS = 128, 32
+COMBINED_REGISTERS, FEWER_COMBINED_REGISTERS = 64, 32
 """Registers of a thread for partial states that are combined; fewer where tiles are large, which have few parts."""
 
 
@@ -73,11 +73,16 @@ def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool, ear
     )
 
 
-def list_options(block_m: int, arch: Arch) -> dict[str, int]:
+def list_options(arch: Arch) -> dict[str, int]:
     """Compiler options, beside the tile's, of the kernel that takes planned items."""
-    options: dict[str, int] = {"launch_pdl": True} if launches_early(arch) else {}
-    if arch.kind == "cuda" and arch.sm >= 100 and block_m == SMALL_ROWS:
-        # Without a bound of its own ptxas takes 128 here, and spills.
+    return {"launch_pdl": True} if launches_early(arch) else {}
+
+
+def tile_options(tile: TileConfig, arch: Arch) -> dict[str, int]:
+    """Compiler options of a tile."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if arch.kind == "cuda" and tile.block_m == SMALL_ROWS:
+        # Without a bound of its own ptxas may take 128 here, and spills.
         options["maxnreg"] = 255
     return options
 
@@ -93,10 +98,8 @@ def _list_constants(split: SplitConfig) -> ListConstants:
     )
 
 
-def attention_constants(
-    spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """(constexprs that the attention kernels share, compiler options)."""
+def attention_constants(spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool) -> dict[str, Any]:
+    """Constexprs that the attention kernels share."""
     constants: dict[str, Any] = {
         "GROUP": spec.group_size,
         "CAUSAL": spec.causal,
@@ -112,7 +115,7 @@ def attention_constants(
         "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
         "COMBINED": combined_at_a_time(tile, next_power_of_2(spec.v_dim)) if cuts else None,
     }
-    return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return constants
 
 
 def combined_at_a_time(tile: TileConfig, width: int) -> tuple[int, int]:

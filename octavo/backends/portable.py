@@ -16,6 +16,7 @@ from octavo.backends.constants import (
     launches_early,
     list_options,
     plan_constants,
+    tile_options,
 )
 from octavo.backends.launch import Launcher, Zeros, alignment
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
@@ -117,7 +118,7 @@ def list_launch(
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     early = launches_early(bounds.arch)
     constants = {"COUNT": NUM_SMALL_ITEMS if is_small else NUM_ITEMS, **shared, "EARLY": early}
-    options = {**options, **list_options(block_m, bounds.arch)}
+    options = {**options, **list_options(bounds.arch)}
     first_item = layout.capacity - 1 if is_small else 0
     return ListLaunch(items, (first_item, *states), (tile, cuts, is_small), constants, options)
 
@@ -200,7 +201,7 @@ def attention_form(
     """(tile, constexprs that the attention kernels share, compiler options)."""
     # Only few keys are never cut.
     tile = override or (tile_config(spec, block_m, arch) if cuts else short_tile(spec, arch))
-    return (tile, *attention_constants(spec, tile, same_strides, cuts))
+    return tile, attention_constants(spec, tile, same_strides, cuts), tile_options(tile, arch)
 
 
 def inline_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> PlanConstants:

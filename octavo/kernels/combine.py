@@ -52,21 +52,21 @@ def combine_states(states, first, count, place, out, lse, num_tokens, out_stride
             total = tl.zeros([ROWS], tl.float32)
             mixed = tl.zeros([ROWS, DV_PADDED], tl.float32)
             for start in tl.range(0, count, PARTS, num_stages=1):
-                part = start + tl.arange(0, PARTS)
-                mask = (part < count)[:, None] & inside[None, :]
-                at = part[:, None] * BLOCK_M + row[None, :]
-                # .cg: other programs wrote these, and the first-level cache is not coherent.
-                found = tl.load(lses + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                values = tl.load(outs + at[:, :, None] * DV + dv[None, None, :],
-                                 mask=mask[:, :, None] & (dv[None, None, :] < DV), other=0.0,
-                                 cache_modifier=".cg")  # fmt: skip
-                higher = tl.maximum(top, tl.max(found, 0))
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                weight = tl.math.exp2(found - safe[None, :])
-                alpha = tl.math.exp2(top - safe)
-                mixed = mixed * alpha[:, None] + tl.sum(values * weight[:, :, None], 0)
-                total = total * alpha + tl.sum(weight, 0)
-                top = higher
+                # One by one, as a dimension of parts would be spread over threads, which then had to meet.
+                for nth in tl.static_range(PARTS):
+                    mask = inside & (start + nth < count)
+                    at = (start + nth) * BLOCK_M + row
+                    # .cg: other programs wrote these, and the first-level cache is not coherent.
+                    found = tl.load(lses + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                    values = tl.load(outs + at[:, None] * DV + dv[None, :], mask=mask[:, None] & (dv[None, :] < DV),
+                                     other=0.0, cache_modifier=".cg")  # fmt: skip
+                    higher = tl.maximum(top, found)
+                    safe = tl.where(higher == float("-inf"), 0.0, higher)
+                    weight = tl.math.exp2(found - safe)
+                    alpha = tl.math.exp2(top - safe)
+                    mixed = mixed * alpha[:, None] + values * weight[:, None]
+                    total = total * alpha + weight
+                    top = higher
             values, merged = finish_softmax(mixed, top, total)
             store_rows(out, lse, values, merged, tokens, heads, inside, out_strides, lse_strides, DV)
 
