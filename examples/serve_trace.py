@@ -4,8 +4,8 @@ python examples/serve_trace.py                  on a GPU at full length, on the 
 python examples/serve_trace.py --check          every step compared with the float64 oracle
 
 There is no model: a token's query, key and value are rows of a table. What is measured is the attention of --layers
-layers with its page tables and copies to the device. The clock of the replay advances by that time, so requests wait as
-they would if nothing else took any. trace.jsonl holds sessions of the Mooncake conversation trace (examples/README.md).
+layers with the copies to the device that a step needs. The clock of the replay advances by that time, so requests wait
+as they would if nothing else took any. trace.jsonl: sessions of the Mooncake conversation trace (examples/README.md).
 """
 
 import argparse
@@ -34,6 +34,8 @@ class Request:
     arrival: float
     prompt: list[int]
     output_length: int
+    row: int = -1
+    """Its row of the table of pages on the device."""
     pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
@@ -63,7 +65,7 @@ def read_trace(path: Path, scale: int, limit: int | None) -> list[Request]:
 class Engine:
     """Attention of one step over all layers, and the scheduler that forms steps."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, longest: int) -> None:
         heads, kv_heads = args.heads
         self.args, self.device = args, torch.device(args.device)
         dtype = getattr(torch, args.dtype)
@@ -78,6 +80,8 @@ class Engine:
             self.spec, device=self.device, max_tokens=args.step_tokens, max_sequences=args.max_requests
         )
         self.allocator = PageAllocator(args.pages, args.page_size)
+        self.tables = torch.zeros(args.max_requests, -(-longest // args.page_size), dtype=torch.int32).to(self.device)
+        self.rows = list(range(args.max_requests))
         self.running: list[Request] = []
         self.checked = 0
 
@@ -96,6 +100,8 @@ class Engine:
             request.pages, request.tokens = shared + fresh, list(request.prompt)
             request.shared = request.cached = len(shared) * self.args.page_size
             request.published = len(shared)
+            request.row = self.rows.pop()
+            self.tables[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
             self.running.append(waiting.popleft())
 
     def form_step(self) -> list[tuple[Request, int]]:
@@ -109,16 +115,13 @@ class Engine:
         return step
 
     def attend(self, step: list[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Page tables to the device, one plan, append and attention in every layer; the last one's (q, out, lse)."""
+        """Lengths and tokens to the device, one plan, append and attention in each layer; the last's (q, out, lse)."""
         lengths = [request.cached + count for request, count in step]
-        pages = [-(-length // self.args.page_size) for length in lengths]
         tokens = [t for request, count in step for t in request.tokens[request.cached : request.cached + count]]
-        ids = [page for (request, _), n in zip(step, pages, strict=True) for page in request.pages[:n]]
-        last = [length - (n - 1) * self.args.page_size for length, n in zip(lengths, pages, strict=True)]
-        parts = [offsets([count for _, count in step]), offsets(pages), last, ids, tokens]
+        parts = [offsets([count for _, count in step]), lengths, [request.row for request, _ in step], tokens]
         flat = torch.tensor([x for part in parts for x in part], dtype=torch.int32).to(self.device)
-        qo_indptr, kv_indptr, last_page_len, kv_indices, token_ids = flat.split([len(part) for part in parts])
-        batch = octavo.PagedBatch.csr(qo_indptr, kv_indptr, kv_indices, last_page_len)
+        qo_indptr, kv_lens, rows, token_ids = flat.split([len(part) for part in parts])
+        batch = octavo.PagedBatch.dense(qo_indptr, self.tables[rows.long()], kv_lens)
         q, k, v = self.table[token_ids.long()].split([self.spec.num_qo_heads, *[self.spec.num_kv_heads] * 2], dim=1)
         self.attn.plan(batch, num_tokens=len(tokens))
         for kv in self.layers:
@@ -160,6 +163,7 @@ class Engine:
                 request.tokens.append(hash((request.cached, request.tokens[-1])) % VOCABULARY)
             if request.is_done:
                 self.allocator.release(request.pages)
+                self.rows.append(request.row)
                 self.running.remove(request)
 
 
@@ -206,7 +210,8 @@ def replay(args: argparse.Namespace) -> Report:
     arriving, waiting = deque(sorted(requests, key=lambda r: r.arrival)), deque[Request]()
     for request in requests:
         request.arrival /= args.speedup
-    engine, clock, steps, tokens = Engine(args), 0.0, [], 0
+    longest = max(len(r.prompt) + r.output_length for r in requests)
+    engine, clock, steps, tokens = Engine(args, longest), 0.0, [], 0
     while arriving or waiting or engine.running:
         if not waiting and not engine.running:
             clock = max(clock, arriving[0].arrival)
