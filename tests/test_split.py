@@ -13,7 +13,7 @@ from tolerance import assert_matches
 
 from octavo import BatchAttention, PagedBatch, work_item
 from octavo.backends import AttentionCall, arch_of
-from octavo.backends.portable import COUNTERS, Tuning
+from octavo.backends.portable import SCRATCH, Tuning
 from octavo.backends.triton import TritonBackend
 from octavo.planning.form import PlanForm, SplitChoice, layout_of
 from octavo.planning.split import SplitConfig
@@ -98,7 +98,7 @@ def test_planning_inside_is_planning_before(case):
         BACKEND.attend(inside)
         assert_matches(problem, inside.out, inside.lse)
         assert torch.equal(inside.out, planned.out) and torch.equal(inside.lse, planned.lse)
-    assert not COUNTERS.take(1, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")).any()
+    assert not SCRATCH.take(1, 1, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))[1].any()
 
 
 def alone(problem, case, sequence, cumulative):

@@ -98,25 +98,38 @@ class Launcher:
         return form
 
 
-class Zeros:
-    """int32 zeros that every kernel which takes them leaves zero: one buffer a device and stream, as work of one
-    stream follows itself."""
+class Scratch:
+    """Memory that calls share, one after the other: what they write, and int32 zeros that each leaves zero.
+
+    One buffer of either a device and stream, as work of one stream follows itself. A graph gets its own, as it may be
+    replayed beside other work of its stream.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(self, count: int, device: torch.device) -> Tensor:
-        """At least `count` zeros. A graph gets its own, as it may be replayed beside other work of its stream."""
+    def take(self, words: int, zeros: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(at least `words` float32 of any content, at least `zeros` int32 zeros)."""
         stream = 0
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return torch.zeros(count, dtype=torch.int32, device=device)
+                return _scratch(words, zeros, device)
             stream = current_stream(device.index)
-        buffer = self._buffers.get((device, stream))
-        if buffer is None or buffer.numel() < count:
-            buffer = torch.zeros(count, dtype=torch.int32, device=device)
-            self._buffers[device, stream] = buffer
-        return buffer
+            # Default streams of all devices have the same handle.
+            stream = stream << 8 | device.index + 1
+        found = self._buffers.get(stream)
+        if found is None or found[0].numel() < words or found[1].numel() < zeros:
+            if found is not None:
+                words, zeros = max(words, found[0].numel()), max(zeros, found[1].numel())
+            found = self._buffers[stream] = _scratch(words, zeros, device)
+        return found
+
+
+def _scratch(words: int, zeros: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(words, dtype=torch.float32, device=device),
+        torch.zeros(zeros, dtype=torch.int32, device=device),
+    )
 
 
 def current_stream(device: int) -> int:

@@ -18,7 +18,7 @@ from octavo.backends.constants import (
     plan_constants,
     tile_options,
 )
-from octavo.backends.launch import Launcher, Zeros, alignment
+from octavo.backends.launch import Launcher, Scratch, alignment
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
 from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
 from octavo.planning.tiles import SMALL_ROWS, TileConfig, short_tile, tile_config
@@ -28,7 +28,7 @@ from octavo.work_item import NUM_ITEMS, NUM_SMALL_ITEMS
 
 ATTENTION = Launcher("octavo.kernels.attention", "attention_kernel")
 INLINE = Launcher("octavo.kernels.attention", "attention_inline_kernel")
-COUNTERS = Zeros()
+SCRATCH = Scratch()
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +168,7 @@ class InlineRun:
     def __call__(self, call: AttentionCall) -> None:
         states = counters = call.lse
         if self._states:
-            states = torch.empty(self._words, dtype=torch.float32, device=call.q.device)
-            counters = COUNTERS.take(self._states, call.q.device)
+            states, counters = SCRATCH.take(self._words, self._states, call.q.device)
         tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
         room = (states, counters, self._states)
         arguments = (*tensors, call.sm_scale, *self._counts, *room, *table_of(call.batch), *self._rest)
