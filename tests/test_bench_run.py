@@ -1,14 +1,19 @@
 """The benchmark as a whole on the CPU: worker processes, blame, results file, resume, another revision."""
 
+import contextlib
 import json
+import os
 import shutil
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from octavo.bench import results, session
+from octavo.bench import results, server, session
 from octavo.bench.problems import Problem, parse_case
+from octavo.bench.processes import Start, _Fallback, processes
 from octavo.bench.runner import PACKAGE_ROOT, Event, Settings, run_case
 from octavo.bench.session import Options
 from octavo.bench.worker import PROTOCOL
@@ -51,7 +56,9 @@ def _write_adapters(folder: Path) -> dict[str, str]:
 def test_a_hang_a_crash_and_a_wrong_result_cost_only_their_own(tmp_path: Path) -> None:
     settings = Settings("cpu", 0.02, 4.0, adapters=_write_adapters(tmp_path), threads=1)
     problem = Problem("2x4/9", parse_case("2x4/9"), SMALL)
-    answers = {event["impl"]: event for event in run_case(settings, problem, list(ADAPTERS), lambda event: None)}
+    with processes(settings.root, ["octavo"], None, settings.adapters) as start:
+        found = list(run_case(start, settings, problem, list(ADAPTERS), lambda event: None))
+    answers = {event["impl"]: event for event in found}
     assert {name: event["event"] for name, event in answers.items()} == {
         "hangs": "error",
         "dies": "error",
@@ -66,6 +73,47 @@ def test_a_hang_a_crash_and_a_wrong_result_cost_only_their_own(tmp_path: Path) -
     assert "rows wrong" in answers["lies"]["error"] and "us" not in answers["lies"]
     assert answers["works"]["us_low"] <= answers["works"]["us"] <= answers["works"]["us_high"]
     assert answers["works"]["repeats"]
+
+
+def test_new_interpreters_where_nothing_is_forked(tmp_path: Path) -> None:
+    adapters = {name: file for name, file in _write_adapters(tmp_path).items() if name in ("dies", "works")}
+    settings = Settings("cpu", 0.02, 20.0, adapters=adapters, threads=1, fork=False)
+    problem = Problem("2x4/9", parse_case("2x4/9"), SMALL)
+    with processes(settings.root, ["dies", "works"], None, adapters, settings.fork) as start:
+        found = {event["impl"]: event for event in run_case(start, settings, problem, list(adapters), lambda e: None)}
+    assert found["dies"]["error"].startswith("first call: killed by SIGSEGV")
+    assert found["works"]["event"] == "result"
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs os.pidfd_open")
+def test_what_breaks_the_server_is_imported_by_workers(tmp_path: Path) -> None:
+    """An import that ends the process costs the server that implementation only."""
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "fine.py").write_text("import os\nIMPORTED_BY = os.getpid()\nmake = None\n")
+    adapters = {name: str(tmp_path / f"{name}.py") for name in ("ends", "fine")}
+    settings = Settings("cpu", 0.02, 20.0, adapters=adapters, threads=1)
+    problem = Problem("1x1/1", parse_case("1x1/1"), SMALL)
+    with processes(settings.root, list(adapters), None, adapters) as start:
+        assert isinstance(start.__self__, _Fallback)
+        found = {event["impl"]: event for event in run_case(start, settings, problem, ["ends"], lambda e: None)}
+    assert found["ends"]["error"].startswith("import: exit code 3")
+
+
+def test_an_open_device_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files stand in for the driver's: an implementation that opens it while it is imported spoils forking."""
+    driver = tmp_path / "driver"
+    driver.touch()
+    (tmp_path / "opens.py").write_text(f"held = open({str(driver)!r})\n")
+    (tmp_path / "shy.py").write_text("")
+    monkeypatch.setattr(server, "_DRIVER_FILE", str(driver))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        asked = {"peers": None, "adapters": {name: str(tmp_path / f"{name}.py") for name in ("shy", "opens")}}
+        assert server._import_all(ours, {**asked, "impls": ["shy"]}) == {"ready": True}
+        assert server._import_all(ours, {**asked, "impls": ["shy", "opens"]}) == {"spoilt": "opens"}
+        assert server._import_all(ours, {**asked, "impls": []}) == {"spoilt": ""}
+    sys.modules.pop("octavo_adapter_opens").held.close()
+    assert not server.device_is_open()
 
 
 def test_bench_writes_whole_records_and_resumes(tmp_path: Path) -> None:
@@ -124,14 +172,17 @@ def test_another_revision_is_measured_from_a_worktree(monkeypatch: pytest.Monkey
     answer = {"protocol": PROTOCOL, "card": "c", "ceilings": {"tflops": 1.0, "gbps": 1.0}, "absent": {}}
     answer |= {"libraries": {"octavo": "0"}, "present": {"octavo": {}, "sdpa-gather": {}}}
 
-    def fake_probe(settings: Settings, impls: list[str], dtype: str, on_event: object) -> Event:
+    def fake_probe(start: Start, settings: Settings, impls: list[str], dtype: str, on_event: object) -> Event:
         return {**answer, "present": {name: {} for name in impls}}
 
-    def fake_case(settings: Settings, problem: Problem, impls: list[str], on_event: object) -> list[Event]:
+    def fake_case(
+        start: Start, settings: Settings, problem: Problem, impls: list[str], on_event: object
+    ) -> list[Event]:
         roots.append(settings.root)
         assert (settings.root / "octavo/__init__.py").is_file()
         return [{"event": "result", "impl": name, "us": 5.0} for name in impls]
 
+    monkeypatch.setattr(session, "processes", lambda *arguments: contextlib.nullcontext())
     monkeypatch.setattr(session, "probe", fake_probe)
     monkeypatch.setattr(session, "run_case", fake_case)
     head = results.git(PACKAGE_ROOT, "log", "-1", "--format=%H", "--", "octavo/bench/worker.py")
@@ -149,7 +200,8 @@ def test_a_gpu_case_has_every_figure() -> None:
     settings = Settings("cuda", 0.02, 300.0)
     problem = Problem("2x64/300", parse_case("2x64/300"), AttentionSpec(8, 2, 128, page_size=4))
     names = ["octavo", "octavo-triton", "sdpa-flash"]
-    answers = {event["impl"]: event for event in run_case(settings, problem, names, lambda event: None)}
+    with processes(settings.root, names, None, {}) as start:
+        answers = {event["impl"]: event for event in run_case(start, settings, problem, names, lambda event: None)}
     assert [answers[name]["event"] for name in names] == ["result"] * 3, answers
     for name in ("octavo", "octavo-triton"):
         assert answers[name]["run_us"] > 0 and answers[name]["host_us"] > 0 and answers[name]["plan_host_us"] > 0

@@ -4,8 +4,6 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,14 +14,13 @@ from typing import IO, Any
 
 import octavo
 from octavo.bench.problems import Problem
+from octavo.bench.processes import IMPORT_S, Files, ServerFailure, Start
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], object]
 PACKAGE_ROOT = Path(octavo.__file__).resolve().parent.parent
 TIMING = "time"
 TURN_BYTES = 128
-START_UP_S = 180.0
-"""Imports may take this long before the first stage; they are not what a case's limit is for."""
 
 
 class WorkerFailure(Exception):
@@ -45,6 +42,8 @@ class Settings:
     peers: str | None = None
     adapters: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
+    fork: bool = True
+    """Fork workers from a process that has imported everything; else each is a new interpreter."""
     root: Path = PACKAGE_ROOT
     """Folder that holds the `octavo` package to measure."""
 
@@ -53,13 +52,13 @@ class Settings:
         return {"action": action, "impls": impls, "threads": self.threads, **shared, **more}
 
 
-def probe(settings: Settings, impls: list[str], dtype: str, on_event: OnEvent) -> Event:
+def probe(start: Start, settings: Settings, impls: list[str], dtype: str, on_event: OnEvent) -> Event:
     """The device, its ceilings, and which implementations are there. One that breaks the import is reported absent."""
     wanted = list(impls)
     broken: dict[str, str] = {}
     while True:
         try:
-            for event in _run_worker(settings, settings.request("probe", wanted, dtype=dtype), on_event):
+            for event in _run_worker(start, settings, settings.request("probe", wanted, dtype=dtype), on_event):
                 if event["event"] == "probe":
                     return {**event, "absent": {**event["absent"], **broken}}
             raise WorkerFailure("the worker ended without an answer", "")
@@ -70,7 +69,9 @@ def probe(settings: Settings, impls: list[str], dtype: str, on_event: OnEvent) -
             wanted.remove(failure.blame)
 
 
-def run_case(settings: Settings, problem: Problem, impls: list[str], on_event: OnEvent) -> Iterator[Event]:
+def run_case(
+    start: Start, settings: Settings, problem: Problem, impls: list[str], on_event: OnEvent
+) -> Iterator[Event]:
     """Events "result", "error" and "unsupported", one per implementation.
 
     A hang or a fault costs the implementation it came from; the others are run again without it.
@@ -79,7 +80,7 @@ def run_case(settings: Settings, problem: Problem, impls: list[str], on_event: O
     while left:
         request = settings.request("case", left, problem=problem.as_json())
         try:
-            for event in _run_worker(settings, request, on_event):
+            for event in _run_worker(start, settings, request, on_event):
                 if event["event"] != "stage":
                     left.remove(event["impl"])
                     yield event
@@ -94,35 +95,32 @@ def run_case(settings: Settings, problem: Problem, impls: list[str], on_event: O
             left = [name for name in left if name not in blamed]
 
 
-def _run_worker(settings: Settings, request: Event, on_event: OnEvent) -> Iterator[Event]:
+def _run_worker(start: Start, settings: Settings, request: Event, on_event: OnEvent) -> Iterator[Event]:
     """The worker's events as they come. Raises WorkerFailure when it hangs or ends other than with 0."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(settings.root), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "octavo.bench.worker"]
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as turn:
-        process = subprocess.Popen(
-            command,
-            cwd=settings.root,  # -m puts it first on sys.path
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            pass_fds=[turn.fileno()],
-            start_new_session=True,
-        )
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as turn:
+        asked.write(json.dumps({**request, "turn_file": turn.fileno()}).encode())
+        asked.seek(0)
+        answers, theirs = os.pipe()
         stage: Event = {"impl": "", "stage": "start"}
+        process = None
         try:
-            assert process.stdin is not None and process.stdout is not None
-            _send(process.stdin, {**request, "turn_file": turn.fileno()})
-            for event in _lines(process.stdout, settings.limit_s):
+            try:
+                process = start(Files(asked, theirs, log, turn))
+            finally:
+                os.close(theirs)
+            for event in _lines(answers, settings.limit_s):
                 if event["event"] == "stage":
                     stage = event
                 on_event(event)
                 yield event
             code = process.wait(settings.limit_s)
-        except (TimeoutError, subprocess.TimeoutExpired):
+        except TimeoutError:
             raise _failure(stage, turn, "no end within the time limit") from None
+        except ServerFailure as failure:
+            raise _failure(stage, turn, str(failure)) from None
         finally:
-            _end(process)
+            if process is not None:
+                process.end()
         if code:
             raise _failure(stage, turn, f"{_how_it_ended(code)}; {_last_line(log)}")
 
@@ -134,25 +132,18 @@ def _failure(stage: Event, turn: IO[bytes], why: str) -> WorkerFailure:
     return WorkerFailure(f"{stage['stage']}: {why}", blame)
 
 
-def _send(stdin: IO[bytes], request: Event) -> None:
-    try:
-        stdin.write(json.dumps(request).encode())
-        stdin.close()
-    except BrokenPipeError:
-        return  # the exit code and the log tell why it ended
-
-
-def _lines(stdout: IO[bytes], limit_s: float) -> Iterator[Event]:
-    """JSON lines until the end of the stream. Raises TimeoutError past the limit."""
+def _lines(descriptor: int, limit_s: float) -> Iterator[Event]:
+    """JSON lines until the end of the pipe, which is closed then. Raises TimeoutError past the limit."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:
-        for line in stdout:
-            lines.put(line)
+        with os.fdopen(descriptor, "rb") as answers:
+            for line in answers:
+                lines.put(line)
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    limit = START_UP_S
+    limit = IMPORT_S  # imports are not what a case's limit is for
     deadline = time.monotonic() + limit
     while True:
         try:
@@ -166,15 +157,6 @@ def _lines(stdout: IO[bytes], limit_s: float) -> Iterator[Event]:
             limit = limit_s
             deadline = time.monotonic() + limit
         yield event
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the worker and what it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _how_it_ended(code: int) -> str:

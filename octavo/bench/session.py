@@ -11,8 +11,9 @@ from typing import Protocol
 from octavo.bench import results
 from octavo.bench.implementations import RECORDED
 from octavo.bench.problems import Problem
+from octavo.bench.processes import Start, processes
 from octavo.bench.results import Context, Record
-from octavo.bench.runner import PACKAGE_ROOT, Event, Settings, probe, run_case
+from octavo.bench.runner import PACKAGE_ROOT, Event, Settings, WorkerFailure, probe, run_case
 from octavo.bench.worker import PROTOCOL
 from octavo.errors import fail
 
@@ -59,6 +60,7 @@ class Observer(Protocol):
 class _Side:
     """One revision under measurement: the checkout's own, and with `compare` another one's Octavo."""
 
+    start: Start
     settings: Settings
     impls: tuple[str, ...]
     context: Context
@@ -75,13 +77,12 @@ class Outcome:
 def execute(options: Options, observer: Observer) -> Outcome:
     """Run it. Raises ValueError for options that do not fit, WorkerFailure when no implementation can be probed."""
     _check(options)
-    answer = probe(options.settings, list(options.impls), _dtype(options), observer.event)
-    observer.probed(answer, len(options.problems))
-    out = options.keep.out or results.default_path(answer["card"])
-    run, done = _run_and_done(options.keep, out)
-    context = _context(options, answer, run)
     with contextlib.ExitStack() as stack:
-        sides = [_Side(options.settings, tuple(answer["present"]), context)]
+        start, answer = _begin(stack, options, options.settings, options.impls, observer)
+        observer.probed(answer, len(options.problems))
+        out = options.keep.out or results.default_path(answer["card"])
+        run, done = _run_and_done(options.keep, out)
+        sides = [_Side(start, options.settings, tuple(answer["present"]), _context(options, answer, run))]
         if options.compare is not None:
             sides.append(stack.enter_context(_other_revision(options, sides[0], observer)))
         records = list(done)
@@ -93,6 +94,20 @@ def execute(options: Options, observer: Observer) -> Outcome:
                     records.append(record)
             observer.case_done()
     return Outcome(records, out, run)
+
+
+def _begin(
+    stack: contextlib.ExitStack, options: Options, settings: Settings, impls: Sequence[str], observer: Observer
+) -> tuple[Start, Event]:
+    """How to start workers, and the probe's answer. Where forked ones cannot use the device, new interpreters."""
+    for fork in (True, False) if settings.fork else (False,):
+        start = stack.enter_context(processes(settings.root, impls, settings.peers, settings.adapters, fork))
+        try:
+            return start, probe(start, settings, list(impls), _dtype(options), observer.event)
+        except WorkerFailure:
+            if not fork:
+                raise
+    raise AssertionError
 
 
 def _check(options: Options) -> None:
@@ -143,7 +158,7 @@ def _measure(
         return bool(matches) and results.key_of(stub) not in have
 
     impls = [name for name in side.impls if wanted(name)]
-    for event in run_case(side.settings, problem, impls, on_event):
+    for event in run_case(side.start, side.settings, problem, impls, on_event):
         if event["event"] in ("result", "error"):
             yield side.context.record(problem, event)
 
@@ -171,10 +186,13 @@ def _other_revision(options: Options, ours: _Side, observer: Observer) -> Iterat
         try:
             impls = [name for name in ours.impls if name in ("octavo", "octavo-triton")]
             settings = replace(options.settings, root=root, adapters={}, peers=None)
-            answer = probe(settings, impls, _dtype(options), observer.event)
-            if answer["protocol"] != PROTOCOL:
-                raise ValueError(f"--compare: {ref} has another worker protocol; fix: compare with a later revision")
-            versions = {**ours.context.versions, **answer["libraries"]}
-            yield _Side(settings, tuple(answer["present"]), replace(ours.context, commit=revision, versions=versions))
+            with contextlib.ExitStack() as stack:
+                start, answer = _begin(stack, options, settings, impls, observer)
+                if answer["protocol"] != PROTOCOL:
+                    raise ValueError(f"--compare: {ref} has another worker protocol; fix: take a later revision")
+                context = replace(
+                    ours.context, commit=revision, versions={**ours.context.versions, **answer["libraries"]}
+                )
+                yield _Side(start, settings, tuple(answer["present"]), context)
         finally:
             results.git(PACKAGE_ROOT, "worktree", "remove", "--force", str(root))

@@ -31,8 +31,16 @@ Emit = Callable[..., None]
 
 
 def main() -> int:
-    emit = _emitter()
     request = json.load(sys.stdin)
+    return respond(request, request["turn_file"])
+
+
+def respond(request: Mapping[str, Any], turn_file: int) -> int:
+    """Do what is asked and answer on stdout; returns the process's exit code.
+
+    turn_file: descriptor of the file that says whose turn it is.
+    """
+    emit = _emitter()
     device = torch.device(request["device"])
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
@@ -46,7 +54,7 @@ def main() -> int:
     for name, reason in absent.items():
         emit("error", impl=name, error=f"cannot be imported: {reason}")
     with torch.no_grad():
-        return _Case(request, emit, partial(_write_turn, request["turn_file"])).run(present)
+        return _Case(request, emit, partial(_write_turn, turn_file)).run(present)
 
 
 def _emitter() -> Emit:

@@ -54,6 +54,9 @@ Device = Annotated[str, _option(_HOW, "auto, cpu or cuda.")]
 Seconds = Annotated[float | None, _option(_HOW, "Time to spend on each figure; 0.25 (0.1 with --quick).")]
 Limit = Annotated[float, _option(_HOW, "Seconds after which a case's process is ended.", "--time-limit")]
 Threads = Annotated[int | None, _option(_HOW, "PyTorch threads of a CPU run.")]
+Fork = Annotated[
+    bool, _option(_HOW, "Fork each case's process from one that has imported everything.", "--fork/--no-fork")
+]
 AsJson = Annotated[bool, _option(_WHERE, "Print records as JSON lines instead of a table.", "--json")]
 Out = Annotated[Path | None, _option(_WHERE, "Results file to append to [default: benchmarks/results/CARD.jsonl].")]
 Extra = Annotated[Path | None, _option(_WHERE, "File for implementations of other than the recorded names.")]
@@ -88,6 +91,7 @@ def bench(
     seconds: Seconds = None,
     time_limit: Limit = 120.0,
     threads: Threads = None,
+    fork: Fork = True,
     as_json: AsJson = False,
     out: Out = None,
     extra: Extra = None,
@@ -106,7 +110,7 @@ def bench(
         ]
         adapters = {name: str(Path(file).resolve()) for name, file in _pairs("--adapter", adapter).items()}
         folder = str(peers.resolve()) if peers else None
-        settings = Settings(kind, seconds or (0.1 if quick else 0.25), time_limit, folder, adapters, threads)
+        settings = Settings(kind, seconds or (0.1 if quick else 0.25), time_limit, folder, adapters, threads, fork)
         keep = Keep(out, extra, save, run, resume, commit)
         patterns = {name: _regex("--only", value) or "" for name, value in _pairs("--only", only).items()}
         _go(Options(found, _impls(impl, adapters, kind), settings, patterns, keep, compare), as_json)
