@@ -9,9 +9,8 @@ import torch
 from octavo.bench.estimate import estimate, furthest_rows
 from octavo.bench.implementations import Prepared, Result
 from octavo.bench.sampling import sample_rows
-from octavo.bench.verify import Verdict, verify_rows
+from octavo.bench.verify import Oracle, Verdict
 from octavo.bench.workloads import Inputs
-from octavo.reference import reference
 from octavo.shapes import LogSumExp, Output, Tensor
 
 MAX_ROWS, MAX_KEYS = 8, 100_000
@@ -32,11 +31,13 @@ class Gate:
     inputs: Inputs
     rows: tuple[int, ...]
     estimate: tuple[Output, LogSumExp]
+    oracle: Oracle
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Gate":
         rows = sample_rows(inputs.spec, inputs.batch, inputs.q.shape[0], max_rows=MAX_ROWS, max_keys=MAX_KEYS)
-        return cls(inputs, tuple(rows), estimate(inputs))
+        oracle = Oracle(inputs.spec, inputs.q, inputs.kv, inputs.batch)
+        return cls(inputs, tuple(rows), estimate(inputs), oracle)
 
     def check(
         self, prepared: Prepared, call: Callable[[], object], checked: Result | None = None
@@ -52,7 +53,6 @@ class Gate:
         return self.judge(out, lse), (out.clone(), None if lse is None else lse.clone())
 
     def judge(self, out: Output, lse: LogSumExp | None) -> Verdict:
-        i = self.inputs
         if out.shape != self.estimate[0].shape:
             return Verdict(False, 0, 0, math.inf, f"expected out {list(self.estimate[0].shape)}, got {list(out.shape)}")
         rows = {*self.rows, *furthest_rows(out.float(), self.estimate[0], SUSPECTS)}
@@ -60,11 +60,11 @@ class Gate:
             rows |= {*furthest_rows(lse, self.estimate[1], 1)}
         if lse is None:
             lse = self._exact_lse(sorted(rows))
-        return verify_rows(i.spec, i.q, i.kv, i.batch, out, lse, sorted(rows))
+        return self.oracle.verify(out, lse, sorted(rows))
 
     def _exact_lse(self, rows: list[int]) -> Tensor:
         """For implementations that return none: the oracle's, so that only `out` is judged."""
-        i = self.inputs
-        lse = torch.zeros(i.q.shape[0], i.spec.num_qo_heads, dtype=torch.float32)
-        lse[rows] = reference(i.spec, i.q, i.kv.k_cache, i.kv.v_cache, i.batch, rows=rows)[1].float()
-        return lse.to(i.q.device)
+        q = self.inputs.q
+        lse = torch.zeros(q.shape[0], self.inputs.spec.num_qo_heads, dtype=torch.float32)
+        lse[rows] = torch.stack([row.lse for row in self.oracle.exact(rows)]).float()
+        return lse.to(q.device)

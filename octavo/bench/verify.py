@@ -84,28 +84,58 @@ def verify_rows(
         rows: token rows to compare, padding rows past qo_indptr[-1] included if wanted.
         sm_scale: None means 1 / sqrt(head_dim).
     """
-    scale = spec.default_scale if sm_scale is None else float(sm_scale)
-    shape = (q.shape[0], spec.num_qo_heads, spec.v_dim)
-    if tuple(out.shape) != shape or tuple(lse.shape) != shape[:2] or out.dtype != q.dtype:
-        got = f"out {list(out.shape)} {out.dtype}, lse {list(lse.shape)}"
-        return Verdict(False, 0, 0, math.inf, f"expected out {list(shape)} {q.dtype}, lse {list(shape[:2])}, got {got}")
-    exact_out, exact_lse = reference(spec, q, kv.k_cache, kv.v_cache, batch, scale, rows=rows)
-    located = locate_rows(spec, batch, rows)
-    index = torch.tensor([r.row for r in located], dtype=torch.int64, device=out.device)
-    got_out, got_lse = out[index].cpu().double(), lse[index].cpu().double()
-    peer = _Peer(spec, q, kv, batch.to("cpu"), scale)
-    limits = _combined(peer.limits([(i, r) for i, r in enumerate(located) if r.seen], exact_out, exact_lse), spec.dtype)
-    worst, failures = 0.0, []
-    for i, row in enumerate(located):
-        if i in limits:
-            ratio, why = _judge((got_out[i] - exact_out[i], got_lse[i] - exact_lse[i]), limits[i])
-        else:
-            ratio, why = _judge_dead(got_out[i], got_lse[i])
-        worst = max(worst, ratio)
-        if why:
-            failures.append(f"row {row.row} (sequence {row.sequence}, query {row.token}, sees {row.seen} keys): {why}")
-    message = f"{len(failures)} of {len(located)} rows wrong; {failures[0]}" if failures else ""
-    return Verdict(not failures, len(located), sum(r.seen == 0 for r in located), worst, message)
+    return Oracle(spec, q, kv, batch, sm_scale).verify(out, lse, rows)
+
+
+class Oracle:
+    """What rows of one call must be. A row is computed once, however many results are compared with it."""
+
+    def __init__(
+        self, spec: AttentionSpec, q: Queries, kv: PagedKV, batch: PagedBatch, sm_scale: float | None = None
+    ) -> None:
+        self.spec, self.q, self.kv, self.batch = spec, q, kv, batch
+        self.scale = spec.default_scale if sm_scale is None else float(sm_scale)
+        self._rows: dict[int, _Exact] = {}
+
+    def verify(self, out: Output, lse: LogSumExp, rows: Sequence[int]) -> Verdict:
+        """See `verify_rows`."""
+        shape = (self.q.shape[0], self.spec.num_qo_heads, self.spec.v_dim)
+        if tuple(out.shape) != shape or tuple(lse.shape) != shape[:2] or out.dtype != self.q.dtype:
+            got = f"out {list(out.shape)} {out.dtype}, lse {list(lse.shape)}"
+            wanted = f"out {list(shape)} {self.q.dtype}, lse {list(shape[:2])}"
+            return Verdict(False, 0, 0, math.inf, f"expected {wanted}, got {got}")
+        exact = self.exact(rows)
+        index = torch.tensor([e.at.row for e in exact], dtype=torch.int64, device=out.device)
+        got_out, got_lse = out[index].cpu().double(), lse[index].cpu().double()
+        limits = _combined({i: e.limits for i, e in enumerate(exact) if e.limits is not None}, self.spec.dtype)
+        worst, failures = 0.0, []
+        for i, (e, row) in enumerate((e, e.at) for e in exact):
+            if i in limits:
+                ratio, why = _judge((got_out[i] - e.out, got_lse[i] - e.lse), limits[i])
+            else:
+                ratio, why = _judge_dead(got_out[i], got_lse[i])
+            worst = max(worst, ratio)
+            if why:
+                place = f"sequence {row.sequence}, query {row.token}, sees {row.seen} keys"
+                failures.append(f"row {row.row} ({place}): {why}")
+        message = f"{len(failures)} of {len(exact)} rows wrong; {failures[0]}" if failures else ""
+        return Verdict(not failures, len(exact), sum(e.at.seen == 0 for e in exact), worst, message)
+
+    def exact(self, rows: Sequence[int]) -> "list[_Exact]":
+        """One entry per row, in order."""
+        self._compute([row for row in dict.fromkeys(rows) if row not in self._rows])
+        return [self._rows[row] for row in rows]
+
+    def _compute(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        k, v = self.kv.k_cache, self.kv.v_cache
+        out, lse = reference(self.spec, self.q, k, v, self.batch, self.scale, rows=rows)
+        located = locate_rows(self.spec, self.batch, rows)
+        peer = _Peer(self.spec, self.q, self.kv, self.batch.to("cpu"), self.scale)
+        limits = peer.limits([(i, r) for i, r in enumerate(located) if r.seen], out, lse)
+        for i, row in enumerate(located):
+            self._rows[row.row] = _Exact(row, out[i], lse[i], limits.get(i))
 
 
 def _combined(measured: dict[int, "_Limits"], dtype: torch.dtype) -> dict[int, tuple[float, float]]:
@@ -147,6 +177,16 @@ class _Limits:
     """Error of PyTorch's lse."""
     lse: float
     """Roundings that lse may have."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Exact:
+    """One row in float64, and what a result is held to there; no limits where the row sees no key."""
+
+    at: _Row
+    out: Tensor
+    lse: Tensor
+    limits: _Limits | None
 
 
 class _Peer:
