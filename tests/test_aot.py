@@ -22,8 +22,8 @@ HOPPER = r"hopper.*(d128 ps1 (runs cut|scattered)|d256)"
 KINDS = {
     80: r"h32/4 d128/128 ps1 bfloat16 causal (m128|csr)$|^plan csr m128/16$|append",
     90: r"h32/4 d128/128 ps1 bfloat16 causal (m16|m128|csr)$|^plan csr m128/16$|append|merge|" + HOPPER,
-    100: r"h32/4 d128/128 ps1 bfloat16 causal (m128|csr)$|^plan csr m128/16$",
-    120: r"h32/4 d128/128 ps1 bfloat16 causal (m128|csr)$|^plan csr m128/16$",
+    100: r"h32/4 d128/128 ps1 bfloat16 causal (m16|m128)$|^plan csr m128/16$",
+    120: r"h32/4 d128/128 ps1 bfloat16 causal (m16|m128)$|^plan csr m128/16$",
 }
 SWEEP = r"h32/4 d128/128 ps1 |h16/16 d192/128|h8/1 d256/256 .* m64|hopper|plan|append|merge|combine"
 

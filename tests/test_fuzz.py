@@ -215,7 +215,7 @@ def reject_or_correct(target: Target, case: Case, wrong: list) -> None:
 
 def examples(target: Target) -> int:
     """Few where each takes seconds: under the interpreter, and on a GPU, where each spec compiles kernels."""
-    return 6 if target.interpreted else 250 if target.device == "cpu" else 40
+    return 6 if target.interpreted else 180 if target.device == "cpu" else 40
 
 
 @pytest.mark.parametrize("valid", (True, False), ids=("valid", "faulty"))
