@@ -18,7 +18,7 @@ from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
 from octavo.planning.schedule import ScheduleConfig
-from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, SMALL_ROWS, rows_per_tile
+from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, SMALL_ROWS, many_tile, rows_per_tile
 from octavo.problem import Arch, AttentionSpec
 from octavo.work_item import NUM_ITEMS
 
@@ -95,7 +95,7 @@ def builds(sm: int) -> list[KernelBuild]:
     """All builds for compute capability `sm` (90 for sm_90)."""
     arch = Arch("cuda", (sm // 10, sm % 10))
     found = [_attention(spec, block_m, arch) for spec in SPECS for block_m in _block_ms(spec)]
-    found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False)]
+    found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False), _attention(SPECS[0], SMALL_ROWS, arch, many=True)]
     found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
     found += [_plan(spec, form, dense, arch) for spec, form, dense in PLAN_FORMS]
     if sm == HOPPER:
@@ -135,17 +135,18 @@ def _typed(kind: Any) -> Any:
     return "constexpr" if kind in (None, "one") else kind
 
 
-def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True) -> KernelBuild:
+def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True, many: bool = False) -> KernelBuild:
     from octavo.kernels.attention import attention_kernel
 
-    _, constants, options = attention_form(spec, block_m, arch, same_strides=True, cuts=cuts)
+    override = many_tile(spec, arch) if many else None
+    _, constants, options = attention_form(spec, block_m, arch, same_strides=True, cuts=cuts, override=override)
     signature = {"plan": "*i32", "first_item": "i32", "states_begin": "i32", "num_states": "i32"}
     signature |= _attention_signature(spec)
     wgmma = arch.sm == 90 and block_m >= MEDIUM_ROWS and spec.dtype != torch.float32
     mma = "HGMMA" if wgmma else "MMA" if arch.sm in ASYNC_TENSOR_CORES else "HMMA"
     # A float32 product is three tf32 ones: more live operands than registers, right and slower.
     spills = None if spec.dtype == torch.float32 else 0
-    name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}"
+    name = f"attention {_name(spec)} m{block_m}{'' if cuts else ' uncut'}{' many' if many else ''}"
     early = launches_early(arch)
     constants = {"COUNT": NUM_ITEMS, **constants, "EARLY": early}
     options |= list_options(arch)

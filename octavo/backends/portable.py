@@ -21,7 +21,7 @@ from octavo.backends.constants import (
 from octavo.backends.launch import Launcher, Scratch, alignment
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
 from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
-from octavo.planning.tiles import SMALL_ROWS, TileConfig, short_tile, tile_config
+from octavo.planning.tiles import SMALL_ROWS, TileConfig, many_tile, short_tile, tile_config
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 from octavo.work_item import NUM_ITEMS, NUM_SMALL_ITEMS
@@ -29,6 +29,7 @@ from octavo.work_item import NUM_ITEMS, NUM_SMALL_ITEMS
 ATTENTION = Launcher("octavo.kernels.attention", "attention_kernel")
 INLINE = Launcher("octavo.kernels.attention", "attention_inline_kernel")
 SCRATCH = Scratch()
+MANY_TILES = 3  # for every program that runs at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,10 @@ def list_launch(
     is_small = block_m == config.small_m
     # Kernels of large tiles have no form that can't combine: it would save little, and be one more to compile.
     cuts = (config.small_split if is_small else config.split).cuts or block_m > SMALL_ROWS
-    tile, shared, options = _attention_form(spec, block_m, tuning, bounds, cuts)
+    override = tuning.small_tile if block_m == SMALL_ROWS else None
+    if block_m == SMALL_ROWS and _are_many(spec, form, tuning, bounds):
+        override = override or many_tile(spec, bounds.arch)
+    tile, shared, options = attention_form(spec, block_m, bounds.arch, bounds.same_strides, cuts, override)
     states = (layout.small_states_begin, layout.small_states) if is_small else (layout.capacity, layout.states)
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     early = launches_early(bounds.arch)
@@ -127,7 +131,8 @@ def list_launch(
 def inline_launch(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bounds) -> InlineLaunch:
     config = tuning.config(form)
     cuts = config.split.cuts
-    tile, shared, options = _attention_form(spec, SMALL_ROWS, tuning, bounds, cuts)
+    override = tuning.small_tile
+    tile, shared, options = attention_form(spec, SMALL_ROWS, bounds.arch, bounds.same_strides, cuts, override)
     tiles = max_tiles(spec, bounds.num_tokens, bounds.num_sequences, SMALL_ROWS)
     room = config.split.states(tiles) if cuts else 0
     constants = {"C": inline_constants(spec, config, bounds.dense), **shared}
@@ -187,11 +192,10 @@ def _look(call: AttentionCall) -> tuple[Hashable, tuple[Any, ...]]:
     return (call.spec, strides, table.dtype, scaled, alignment(q, k_cache, v_cache, out), q.device), strides
 
 
-def _attention_form(
-    spec: AttentionSpec, block_m: int, tuning: Tuning, bounds: Bounds, cuts: bool
-) -> tuple[TileConfig, dict[str, Any], dict[str, int]]:
-    override = tuning.small_tile if block_m == SMALL_ROWS else None
-    return attention_form(spec, block_m, bounds.arch, bounds.same_strides, cuts, override)
+def _are_many(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bounds) -> bool:
+    """Whether there are several tiles of SMALL_ROWS for every program. What must not depend on the batch never asks."""
+    tiles = max_tiles(spec, bounds.num_tokens, bounds.num_sequences, SMALL_ROWS)
+    return not form.batch_invariant and tiles >= MANY_TILES * tuning.small_programs * bounds.arch.num_sms
 
 
 def attention_form(

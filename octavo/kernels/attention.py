@@ -36,8 +36,6 @@ from octavo.kernels.primitives import (
     tile_rows,
 )
 
-SHORT = tl.constexpr(16)
-
 
 @triton.jit
 def attend_keys(state, q, scale, limit, cache, begin, end, key_end, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr,
@@ -95,7 +93,7 @@ def attend_tile(tensors, strides, place, keys, position, kv_len, scale_ptr, sm_s
                 GROUP: tl.constexpr, CAUSAL: tl.constexpr, SAME_STRIDES: tl.constexpr,
                 D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
                 PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr):  # fmt: skip
     """(out, lse) of a tile's rows over keys [begin, end), of which [begin, full_end) are seen by every row."""
     q_ptr, k_cache, v_cache, page_table = tensors
     q_strides, k_strides, v_strides = strides
@@ -112,13 +110,13 @@ def attend_tile(tensors, strides, place, keys, position, kv_len, scale_ptr, sm_s
     acc = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
     state = (acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32))
     middle = begin
-    # Short tiles wait for memory: to mask every key costs them nothing, and half the code loads sooner.
-    if BLOCK_M > SHORT:
+    # Where keys are few, half the code, which is fetched sooner, is worth more than keys that need no mask.
+    if not SHORT:
         middle = begin + (tl.maximum(full_end - begin, 0) // BLOCK_N) * BLOCK_N
         state = attend_keys(state, q, scale, limit, cache, begin, middle, end, False, SAME_STRIDES,
                             D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
     state = attend_keys(state, q, scale, limit, cache, middle, end, end, True, SAME_STRIDES,
-                        D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES if BLOCK_M <= SHORT else 2, PRECISION)  # fmt: skip
+                        D, DV, PAGE_SIZE, BLOCK_N, NUM_STAGES if SHORT else 2, PRECISION)  # fmt: skip
     return finish_softmax(*state)
 
 
@@ -166,7 +164,7 @@ def attention_kernel(q_ptr, k_cache, v_cache, out, lse, plan, page_table, scale_
     values, lse_values = attend_tile(
         tensors, strides, load_place(item), (begin, end, tl.load(item + FULL_END)), position, tl.load(item + KV_LEN),
         scale_ptr, sm_scale, num_tokens, num_pages, GROUP, CAUSAL, SAME_STRIDES, D, DV, D_PADDED, DV_PADDED, PAGE_SIZE,
-        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION, COMBINED is None)  # fmt: skip
     place = load_place(item)
     outs = plan + HEADER_WORDS + states_begin.to(tl.int64) * ITEM_WORDS
     outs = outs.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -209,7 +207,7 @@ def attention_inline_kernel(q_ptr, k_cache, v_cache, out, lse, page_table, scale
     values, lse_values = attend_tile(
         tensors, strides, place, (begin, end, full_end), position, kv_len,
         scale_ptr, sm_scale, num_tokens, num_pages, GROUP, CAUSAL, SAME_STRIDES, D, DV, D_PADDED, DV_PADDED, PAGE_SIZE,
-        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION)  # fmt: skip
+        BLOCK_M, BLOCK_N, NUM_STAGES, PRECISION, COMBINED is None)  # fmt: skip
     partial = (states, states + num_states.to(tl.int64) * (BLOCK_M * DV))
     store_tile(values, lse_values, place, (part, count, slot), partial, counters + slot, out, lse, num_tokens,
                out_strides, lse_strides, GROUP, DV, COMBINED)  # fmt: skip

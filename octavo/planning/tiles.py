@@ -66,7 +66,15 @@ def short_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     tile = tile_config(spec, SMALL_ROWS, arch)
     if is_wide(spec) or _is_precise(spec):
         return tile
-    return TileConfig(SMALL_ROWS, min(tile.block_n, 32), 2, 3 if _reads_shared(arch) else 2)
+    return TileConfig(SMALL_ROWS, min(tile.block_n, 64), 2, 3 if _reads_shared(arch) else 2)
+
+
+def many_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
+    """Tile of SMALL_ROWS rows where there are several for every program: more, smaller programs end more evenly."""
+    tile = tile_config(spec, SMALL_ROWS, arch)
+    if arch.sm != 90 or is_wide(spec) or _is_precise(spec):
+        return tile
+    return TileConfig(SMALL_ROWS, min(tile.block_n, 64), 2, 3)
 
 
 def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[int, int], ...]:
