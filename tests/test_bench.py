@@ -86,14 +86,16 @@ class _FakeClock:
 
 def test_subjects_take_turns() -> None:
     clock = _FakeClock()
-    spreads = interleave([Subject("a", "us", lambda: 10.0), Subject("b", "us", lambda: 20.0)], clock, 0.1)
+    spreads = interleave([Subject("a", "us", lambda: 10.0, 0.1), Subject("b", "us", lambda: 20.0, 0.1)], clock)
     assert spreads["a", "us"] == Spread(10.0, 10.0, 10.0, MAX_REPS)
     assert clock.timed[-8:] == [10.0, 20.0] * 4
 
 
 def test_a_slow_subject_is_timed_less_often_but_all_along() -> None:
     clock = _FakeClock()
-    spreads = interleave([Subject("fast", "us", lambda: 10.0), Subject("slow", "us", lambda: 90_000.0)], clock, 0.1)
+    spreads = interleave(
+        [Subject("fast", "us", lambda: 10.0, 0.1), Subject("slow", "us", lambda: 90_000.0, 0.1)], clock
+    )
     assert spreads["slow", "us"].reps == MIN_REPS
     turns = [i for i, took in enumerate(clock.timed[4:]) if took == 90_000.0]
     gaps = [b - a for a, b in pairwise(turns)]

@@ -107,10 +107,10 @@ class Subject:
     """The implementation."""
     column: str
     call: Callable[[], object]
+    seconds: float
+    """How long to measure it, about."""
     on_device: bool = True
     """Measure the device's span; else the host's wall time."""
-    share: float = 1.0
-    """Of the time that each subject gets."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,16 @@ class _Paced:
 def interleave(
     subjects: Sequence[Subject],
     clock: Clock,
-    seconds: float,
     on_turn: Callable[[str], object] = lambda owner: None,
 ) -> dict[tuple[str, str], Spread]:
-    """Measure all subjects in turns, each for about `seconds`; keys are (owner, column).
+    """Measure all subjects in turns; keys are (owner, column).
 
     on_turn: told the owner of each subject before it is called, so that a hang has a name.
     """
     paced = []
     for subject in subjects:
         on_turn(subject.owner)
-        paced.append(_pace(subject, clock, seconds * subject.share))
+        paced.append(_pace(subject, clock))
     rounds = max((p.reps for p in paced), default=0)
     samples: dict[tuple[str, str], list[float]] = {(s.owner, s.column): [] for s in subjects}
     for number in range(rounds):
@@ -165,8 +164,9 @@ def interleave(
     return {key: Spread.of(values) for key, values in samples.items()}
 
 
-def _pace(subject: Subject, clock: Clock, seconds: float) -> _Paced:
-    """Warm up, and find how often the subject fits into `seconds`."""
+def _pace(subject: Subject, clock: Clock) -> _Paced:
+    """Warm up, and find how often the subject fits into its seconds."""
+    seconds = subject.seconds
     first = clock.wall(subject.call)
     if first > SLOW_US:
         return _Paced(subject, MAX_LEAD_US, min(MIN_REPS, max(MIN_REPS_SLOW, int(seconds * 1e6 / first))))

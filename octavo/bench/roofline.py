@@ -33,7 +33,7 @@ def median_seconds(call: Callable[[], object], clock: Clock, seconds: float) -> 
     On a CPU, where a call may take long, once is enough when that takes all the time.
     """
     if not isinstance(clock, CpuClock):
-        return interleave([Subject("", "", call)], clock, seconds)["", ""].us / 1e6
+        return interleave([Subject("", "", call, seconds)], clock)["", ""].us / 1e6
     times: list[float] = []
     while sum(times) < seconds * 1e6 and len(times) < MAX_CPU_RUNS:
         times.append(clock.span(call, 0))

@@ -44,12 +44,15 @@ class Settings:
     threads: int | None = None
     fork: bool = True
     """Fork workers from a process that has imported everything; else each is a new interpreter."""
+    seconds_per_impl: float | None = None
+    """Instead of `seconds`: how long all things of one implementation are measured together."""
     root: Path = PACKAGE_ROOT
     """Folder that holds the `octavo` package to measure."""
 
     def request(self, action: str, impls: list[str], **more: object) -> Event:
-        shared = {"device": self.device, "seconds": self.seconds, "peers": self.peers, "adapters": self.adapters}
-        return {"action": action, "impls": impls, "threads": self.threads, **shared, **more}
+        shared = {"device": self.device, "seconds": self.seconds, "seconds_per_impl": self.seconds_per_impl}
+        found = {"impls": impls, "peers": self.peers, "adapters": self.adapters}
+        return {"action": action, "threads": self.threads, **shared, **found, **more}
 
 
 def probe(start: Start, settings: Settings, impls: list[str], dtype: str, on_event: OnEvent) -> Event:

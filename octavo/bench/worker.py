@@ -7,7 +7,7 @@ with; whatever a library prints goes to stderr.
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -105,7 +105,8 @@ class _Case:
 
     def __init__(self, request: Mapping[str, Any], emit: Emit, on_turn: Callable[[str], None]) -> None:
         problem, device = Problem.from_json(request["problem"]), torch.device(request["device"])
-        self.device, self.seconds, self.emit, self.on_turn = device, request["seconds"], emit, on_turn
+        self.device, self.emit, self.on_turn = device, emit, on_turn
+        self.seconds, self.budget = request["seconds"], request.get("seconds_per_impl")
         self.clock: Clock = clock_for(device)
         inputs = make_inputs(problem.workload, problem.spec, device, seed=problem.seed, scattered=problem.scattered)
         self.gate = Gate.of(inputs)
@@ -125,7 +126,8 @@ class _Case:
                 if not self._device_alive():
                     return 3
         self._enter("", TIMING)
-        spreads = interleave(_subjects(ready), self.clock, self.seconds, self.on_turn)
+        subjects = [s for name, prepared in ready.items() for s in self._subjects(name, prepared)]
+        spreads = interleave(subjects, self.clock, self.on_turn)
         for name, prepared in ready.items():
             self.emit("result", impl=name, **self._result(name, prepared, spreads))
         return 0
@@ -173,10 +175,31 @@ class _Case:
             if (name, column) in spreads:
                 result[column] = spreads[name, column].us
         if self.device.type == "cuda":
-            result["host_us"] = host_us(prepared.run, self.clock, PART * self.seconds)
+            seconds = PART * self._seconds_per_figure(prepared)
+            result["host_us"] = host_us(prepared.run, self.clock, seconds)
             if prepared.plan is not None:
-                result["plan_host_us"] = host_us(prepared.plan, self.clock, PART * self.seconds)
+                result["plan_host_us"] = host_us(prepared.plan, self.clock, seconds)
         return result
+
+    def _subjects(self, name: str, prepared: Prepared) -> Iterator[Subject]:
+        """`us` first: planning counts where it is the device's work. The parts follow."""
+        seconds, plan = self._seconds_per_figure(prepared), prepared.plan
+        whole = _whole(prepared) if prepared.plan_on_device else prepared.run
+        yield Subject(name, "us", whole, seconds)
+        if prepared.plan_on_device:
+            yield Subject(name, "run_us", prepared.run, PART * seconds)
+        if prepared.call is not None:
+            yield Subject(name, "call_us", prepared.call, PART * seconds)
+        if plan is not None:
+            yield Subject(name, "plan_us", plan, PART * seconds, prepared.plan_on_device)
+
+    def _seconds_per_figure(self, prepared: Prepared) -> float:
+        """What the judged figure gets; the others get PART of it."""
+        if self.budget is None:
+            return float(self.seconds)
+        on_host = self.device.type == "cuda"
+        parts = [prepared.plan_on_device, prepared.call, prepared.plan, on_host, on_host and prepared.plan]
+        return float(self.budget / (1 + PART * sum(map(bool, parts))))
 
 
 def _whole(prepared: Prepared) -> Callable[[], Any]:
@@ -190,20 +213,6 @@ def _whole(prepared: Prepared) -> Callable[[], Any]:
         return run()
 
     return whole
-
-
-def _subjects(ready: Mapping[str, Prepared]) -> list[Subject]:
-    """`us` first: planning counts where it is the device's work. The parts follow."""
-    subjects = []
-    for name, prepared in ready.items():
-        subjects.append(Subject(name, "us", _whole(prepared) if prepared.plan_on_device else prepared.run))
-        if prepared.plan_on_device:
-            subjects.append(Subject(name, "run_us", prepared.run, share=PART))
-        if prepared.call is not None:
-            subjects.append(Subject(name, "call_us", prepared.call, share=PART))
-        if prepared.plan is not None:
-            subjects.append(Subject(name, "plan_us", prepared.plan, prepared.plan_on_device, PART))
-    return subjects
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ Adapters = Annotated[
 Compare = Annotated[str | None, _option(_WHO, "Also measure Octavo at this git revision.")]
 Device = Annotated[str, _option(_HOW, "auto, cpu or cuda.")]
 Seconds = Annotated[float | None, _option(_HOW, "Time to spend on each figure; 0.25 (0.1 with --quick).")]
+PerImpl = Annotated[
+    float | None, _option(_HOW, "Time to spend on each implementation in a case instead, all its figures together.")
+]
 Limit = Annotated[float, _option(_HOW, "Seconds after which a case's process is ended.", "--time-limit")]
 Threads = Annotated[int | None, _option(_HOW, "PyTorch threads of a CPU run.")]
 Fork = Annotated[
@@ -89,6 +92,7 @@ def bench(
     compare: Compare = None,
     device: Device = "auto",
     seconds: Seconds = None,
+    seconds_per_impl: PerImpl = None,
     time_limit: Limit = 120.0,
     threads: Threads = None,
     fork: Fork = True,
@@ -110,7 +114,10 @@ def bench(
         ]
         adapters = {name: str(Path(file).resolve()) for name, file in _pairs("--adapter", adapter).items()}
         folder = str(peers.resolve()) if peers else None
-        settings = Settings(kind, seconds or (0.1 if quick else 0.25), time_limit, folder, adapters, threads, fork)
+        brief = 0.1 if quick else 0.25
+        settings = Settings(
+            kind, seconds or brief, time_limit, folder, adapters, threads, fork, seconds_per_impl=seconds_per_impl
+        )
         keep = Keep(out, extra, save, run, resume, commit)
         patterns = {name: _regex("--only", value) or "" for name, value in _pairs("--only", only).items()}
         _go(Options(found, _impls(impl, adapters, kind), settings, patterns, keep, compare), as_json)
