@@ -248,6 +248,25 @@ def test_nothing_is_gathered(monkeypatch):
     assert batched(model, sequences) == expected
 
 
+def test_a_model_with_pinned_flash_implementations(monkeypatch):
+    """Transformers replaces flash-like names of such models; 5.17 takes others for continuous batching, too."""
+    model, sequences = tiny(), prompts((5, 30))
+    expected = one_by_one(model, sequences)
+    monkeypatch.setattr(model, "_compatible_flash_implementations", ["flash_attention_3"], raising=False)
+    if HAS_PREFIXES:
+        assert batched(model, sequences) == expected
+        return
+    with pytest.raises(ValueError, match="generate_batch: expected a model that takes any flash-like"):
+        batched(model, sequences)
+
+
+def test_a_model_may_be_made_with_octavo():
+    config = LlamaConfig(**SHAPE)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    assert model.config._attn_implementation == NAME
+    assert_logits(model, *left_padded(prompts()))
+
+
 def test_other_implementations_are_as_they_were():
     model, sequences = tiny(), prompts()
     assert batched(model, sequences, implementation="sdpa") == one_by_one(model, sequences)

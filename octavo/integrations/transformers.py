@@ -98,20 +98,22 @@ def _not_called(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None = No
     )
 
 
-def _switch_to_paged(original: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _switch_to_paged(original: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """`generate_batch` of a model set to "octavo" runs under the paged name, and sets "octavo" again when it ends."""
     if model.config._attn_implementation != NAME:
-        return original(manager, model, *args, **kwargs)
-    if getattr(model, "_compatible_flash_implementations", None) is not None:
+        original(manager, model, *args, **kwargs)
+        return
+    pinned = getattr(model, "_compatible_flash_implementations", None) is not None
+    if pinned and not _has_prefixes():
         fail(
             "generate_batch",
             "a model that takes any flash-like implementation",
             type(model).__name__,
             "Transformers pins those of this model; use generate, or set_attn_implementation('sdpa')",
         )
+    paged = NAME if pinned else PAGED_NAME
+    model.set_attn_implementation(f"paged|{paged}" if _has_prefixes() else paged)
     manager._original_attn_impl = NAME
-    model.set_attn_implementation(f"paged|{PAGED_NAME}" if _has_prefixes() else PAGED_NAME)
-    return None
 
 
 def _has_prefixes() -> bool:
