@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 
+import numpy as np
+
 
 def speed_up() -> None:
     """Before the first kernel. Parts that another release of Triton does not have are left as they are.
@@ -18,6 +20,8 @@ def speed_up() -> None:
     if all(hasattr(interpreter, name) for name in ("_patch_builtin", "_patch_attr", "_patch_lang")):
         interpreter._patch_builtin = _patched_by_name(interpreter._patch_attr)
         interpreter._patch_lang = _patched_once_a_launch(interpreter._patch_lang)
+    if all(hasattr(getattr(interpreter, "ReduceOps", None), name) for name in ("generic_reduce", "to_tensor")):
+        interpreter.ReduceOps.generic_reduce = _reduced_in_halves(interpreter.ReduceOps.generic_reduce)
 
 
 def _patched_by_name(patch_attr):
@@ -58,3 +62,24 @@ def _patched_once_a_launch(patch_lang):
         return scope
 
     return patch
+
+
+def _reduced_in_halves(one_by_one):
+    """Neighbours along an axis are combined all at once, as often as that halves the axis, not element by element."""
+
+    def reduce(self, input):
+        shape, axis = input[0].handle.data.shape, self.axis
+        if axis is None or self.keep_dims or shape[axis] & (shape[axis] - 1):
+            return one_by_one(self, input)
+        arrays, dtypes = [np.moveaxis(x.handle.data, axis, 0) for x in input], [x.dtype for x in input]
+        while len(arrays[0]) > 1:
+            halves = [
+                self.to_tensor(np.ascontiguousarray(a[first::2]), dtype)
+                for first in (0, 1)
+                for a, dtype in zip(arrays, dtypes, strict=True)
+            ]
+            found = self.combine_fn.fn(*halves)
+            arrays = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        return [self.to_tensor(a[0], dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
+
+    return reduce

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 GROUPS = {
-    ("test_contract.py",): (4, 80),
+    ("test_contract.py",): (3, 80),
     ("test_append_merge.py", "test_planner.py", "test_split.py"): (4, 50),
     ("test_cases.py", "test_fuzz.py"): (99, 20),
 }
