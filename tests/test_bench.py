@@ -5,16 +5,20 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import octavo
 from octavo.bench import results
 from octavo.bench.estimate import estimate
 from octavo.bench.gate import Gate
-from octavo.bench.implementations import DEFAULT, RECORDED, find
+from octavo.bench.implementations import DEFAULT, RECORDED, Unsupported, find, torch_extra
+from octavo.bench.implementations.base import require_plain
 from octavo.bench.measure import MAX_REPS, MIN_REPS, CudaClock, Spread, Subject, interleave
 from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
 from octavo.bench.results import Context
@@ -34,7 +38,7 @@ def test_names_say_what_they_hold() -> None:
     assert all(1 <= n <= 64 for n in mixed.qo_lens) and all(1024 <= n <= 8192 for n in mixed.kv_lens)
 
 
-@pytest.mark.parametrize("name", ["", "8x1k", "x1/2", "1k/4m", "8x1k/4k extra", "-1/4"])
+@pytest.mark.parametrize("name", ["", "8x1k", "x1/2", "1k/4g", "8x1k/4k extra", "-1/4"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"expected .*got .*fix:"):
         parse_case(name)
@@ -45,7 +49,7 @@ def test_other_names_are_refused(name: str) -> None:
 def test_sets_hold_distinct_problems_that_survive_json(name: str, device: str) -> None:
     for quick in (False, True):
         problems = problem_set(name, SPEC, device=device, quick=quick)
-        assert len({p.name for p in problems}) == len(problems) >= 2
+        assert len({(p.name, p.scattered) for p in problems}) == len(problems) >= 2
         for problem in problems:
             again = Problem.from_json(json.loads(json.dumps(problem.as_json())))
             assert again.spec == problem.spec and again.workload.kv_lens == problem.workload.kv_lens
@@ -56,10 +60,15 @@ def test_sweeps_vary_what_they_say() -> None:
     assert {p.spec.head_dim for p in problem_set("dim", SPEC)} >= {64, 80, 192, 256}
     assert {p.spec.group_size for p in problem_set("heads", SPEC)} >= {1, 8, 16}
     assert len({len(p.workload.qo_lens) for p in problem_set("batch", SPEC)}) >= 8
+    keys = {p.workload.kv_lens[0] for p in problem_set("context", SPEC)}
+    assert min(keys) == 1024 and max(keys) == 1 << 20
+    assert {p.pages for p in problem_set("order", SPEC)} == {"scattered", "consecutive"}
 
 
 def test_filter_finds_by_regular_expression() -> None:
     assert [p.name for p in select(named(ROWS, SPEC), "^decode (16|64)x")] == ["decode 16x1/4k", "decode 64x1/4k"]
+    both = problem_set("order", SPEC)
+    assert select([*both, *both]) == both
 
 
 class _FakeClock:
@@ -152,7 +161,7 @@ def test_absent_ones_say_why(tmp_path: Path) -> None:
 
 
 def test_defaults_are_recorded() -> None:
-    assert set(DEFAULT["cuda"]) | set(DEFAULT["cpu"]) == set(RECORDED)
+    assert {*DEFAULT["cuda"], *DEFAULT["cpu"], "flex"} == set(RECORDED)
 
 
 _FAKE_PEERS = {
@@ -222,6 +231,7 @@ def _inputs(qo: tuple[int, ...], kv: tuple[int, ...], page_size: int = 1) -> Inp
         ("sdpa-flash", _inputs((5, 5, 1), (5, 5, 40), page_size=4)),
         ("sdpa-gather", _inputs((5, 2, 1), (5, 9, 40), page_size=4)),
         ("octavo", _inputs((5, 3), (9, 2), page_size=4)),
+        ("flex", _inputs((5, 2, 1), (5, 9, 40), page_size=4)),
     ],
 )
 def test_adapters_pass_the_gate(impl: str, inputs: Inputs, peers_dir: str) -> None:
@@ -234,6 +244,43 @@ def test_adapters_pass_the_gate(impl: str, inputs: Inputs, peers_dir: str) -> No
     verdict, (out, _) = Gate.of(inputs).check(prepared, prepared.run)
     assert verdict.ok, verdict.message
     assert out.shape == (inputs.q.shape[0], 4, 128)
+
+
+def test_variable_length_attention_of_pytorch_gets_a_block_table() -> None:
+    """Its own kernels need a GPU: a function with its arguments, computed by Octavo, stands in."""
+    inputs = _inputs((5, 3, 2), (9, 2, 7), page_size=4)
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k, block_table):  # type: ignore[no-untyped-def]
+        assert (cu_k, max_q, max_k, window_size, enable_gqa) == (None, 5, 9, (-1, 0), True)
+        batch = octavo.PagedBatch.dense(cu_q, block_table, seqused_k)
+        return octavo.attend(q, octavo.PagedKV(k, v), batch, sm_scale=scale)[0]
+
+    def refuses(*arguments: object, **named: object) -> None:
+        raise RuntimeError("page size 4")
+
+    prepared = torch_extra._varlen(SimpleNamespace(varlen_attn=varlen_attn), inputs)
+    verdict, _ = Gate.of(inputs).check(prepared, prepared.run)
+    assert verdict.ok, verdict.message
+    with pytest.raises(Unsupported, match="page size 4"):
+        torch_extra._varlen(SimpleNamespace(varlen_attn=refuses), inputs)
+
+
+def test_variants_are_left_out_by_those_that_do_not_know_them() -> None:
+    @dataclass(frozen=True)
+    class Variant(AttentionSpec):
+        some_window: int = -1
+
+    require_plain(Variant(4, 2, 128))
+    with pytest.raises(Unsupported, match="some_window=7"):
+        require_plain(Variant(4, 2, 128, some_window=7))
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "window"), [(5, 9, 0), (5, 9, 3), (9, 5, 2), (4, 4, 9), (1, 30, 7)])
+def test_pairs_in_a_window_are_those_counted_one_by_one(q_len: int, kv_len: int, window: int) -> None:
+    workload = Workload("w", (q_len,), (kv_len,))
+    places = [i + kv_len - q_len for i in range(q_len)]
+    seen = sum(place - window <= key <= place for place in places for key in range(kv_len))
+    assert workload.visible_pairs(window_left=window) == seen
 
 
 def test_the_gate_sees_unwritten_memory() -> None:

@@ -24,7 +24,20 @@ SMALL = AttentionSpec(4, 2, 32, page_size=4)
 SMALL_OPTIONS = ["--qo-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--page-size", "4", "--seconds", "0.02"]
 FIELDS = {
     *("run", "date", "commit", "card", "versions", "ceilings", "case", "impl", "pages", "spec", "flops", "bytes"),
-    *("us", "us_low", "us_high", "tflops", "gbps", "run_us", "call_us", "plan_us", "reps", "repeats", "backend"),
+    *(
+        "us",
+        "us_low",
+        "us_high",
+        "tflops",
+        "gbps",
+        "run_us",
+        "call_us",
+        "plan_us",
+        "step_us",
+        "reps",
+        "repeats",
+        "backend",
+    ),
 }
 ADAPTERS = {
     "hangs": "return Prepared(run=lambda: time.sleep(600))",

@@ -1,7 +1,7 @@
 """The report's pictures: speed against Octavo's per batch, the roofline, time against size."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from octavo.bench.results import Record
@@ -17,6 +17,8 @@ _MARKERS = {
     "flashinfer-decode": Marker("#0072b2", "diamond", 4),
     "fa4": Marker("#009e73", "triangle"),
     "fa3-dense": Marker("#009e73", "plus"),
+    "torch-varlen": Marker("#b0436e", "square", 4),
+    "flex": Marker("#b0436e", "plus"),
     "sdpa-cudnn": Marker("#8a6d00", "wedge"),
     "sdpa-flash": Marker("#8a6d00", "plus"),
     "sdpa-gather": Marker("#0072b2", "square", 4),
@@ -130,16 +132,26 @@ _SWEPT = re.compile(r"(?P<base>.+) (?P<what>page|dim) (?P<value>\d+)(?:/\d+)?")
 _AXES = {"page": "keys per page", "dim": "head_dim"}
 
 
-def _family_of(record: Record) -> tuple[_Family, float] | None:
+def _families_of(record: Record) -> Iterator[tuple[_Family, float]]:
+    """Each family that a record belongs to, and its size there."""
+    order = "" if record["pages"] == "scattered" else f", {record['pages']} pages"
+    for title, axis, size in _places_of(record):
+        yield _Family(title + order, axis), size
+
+
+def _places_of(record: Record) -> Iterator[tuple[str, str, float]]:
     swept = _SWEPT.fullmatch(record["case"])
     if swept is not None:
-        return _Family(f"{swept['base']}, by {_AXES[swept['what']]}", _AXES[swept["what"]]), float(swept["value"])
-    if record["sequences"] == 1 and record["tokens"] == record["keys"]:
-        return _Family("Prefill of one sequence from its start", "tokens"), record["tokens"]
-    if record["source"] == "synthetic" and record["case"].startswith("decode") and " " not in record["case"][7:]:
-        each = record["keys"] / record["sequences"]
-        return _Family(f"Decode over {each:,.0f} keys a sequence", "sequences"), record["sequences"]
-    return None
+        axis = _AXES[swept["what"]]
+        yield f"{swept['base']}, by {axis}", axis, float(swept["value"])
+    elif record["source"] == "synthetic" and " " not in record["case"].removeprefix("decode "):
+        sequences, tokens, keys = (record[name] for name in ("sequences", "tokens", "keys"))
+        if sequences == 1 and tokens == keys:
+            yield "Prefill of one sequence from its start", "tokens", tokens
+        elif sequences == 1:
+            yield f"{tokens:,} queries over a prefix" if tokens > 1 else "Decode of one sequence", "keys", keys
+        if record["case"].startswith("decode "):
+            yield f"Decode over {keys / sequences:,.0f} keys a sequence", "sequences", sequences
 
 
 def size_charts(summary: Summary) -> list[tuple[str, str]]:
@@ -147,9 +159,8 @@ def size_charts(summary: Summary) -> list[tuple[str, str]]:
     families: dict[_Family, dict[str, dict[float, float]]] = {}
     for case in summary.cases:
         for label, record in case.timed().items():
-            placed = _family_of(record)
-            if placed is not None:
-                families.setdefault(placed[0], {}).setdefault(label, {})[placed[1]] = record["us"]
+            for family, size in _families_of(record):
+                families.setdefault(family, {}).setdefault(label, {})[size] = record["us"]
     charts = []
     for family, curves in families.items():
         if len({size for curve in curves.values() for size in curve}) >= 3:

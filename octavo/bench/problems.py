@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=4, head_dim=128)
 
 @dataclass(frozen=True)
 class Problem:
-    """One benchmark case. `name` is unique within a run; `seed` draws the tensors and the page order."""
+    """One benchmark case, unique in a run by name and page order. `seed` draws the tensors and the order of pages."""
 
     name: str
     workload: Workload
@@ -55,14 +55,18 @@ class Problem:
 
 
 def spec_as_json(spec: AttentionSpec) -> dict[str, Any]:
-    return {**asdict(spec), "dtype": str(spec.dtype).removeprefix("torch.")}
+    """Every field by name; dtypes as "bfloat16"."""
+    row = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in row.items()}
 
 
 def spec_from_json(row: Mapping[str, Any]) -> AttentionSpec:
-    return AttentionSpec(**{**row, "dtype": getattr(torch, row["dtype"])})
+    """Fields that a row lacks have their defaults."""
+    dtypes = {name: getattr(torch, row[name]) for name in ("dtype", "kv_dtype") if row.get(name)}
+    return AttentionSpec(**{**row, **dtypes})
 
 
-_COUNT = r"\d+k?"
+_COUNT = r"\d+[km]?"
 _LENGTHS = rf"{_COUNT}(?:\.\.{_COUNT})?"
 _NAME = re.compile(rf"(?:[a-z ]+ )?(?:(?P<n>\d+)x)?(?P<q>{_LENGTHS})/(?P<k>{_LENGTHS})")
 
@@ -78,7 +82,7 @@ def parse_case(name: str) -> Workload:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(
-            f"case: expected [label] [COUNTx]QUERIES/KEYS with numbers, ranges a..b and k for 1024, got {name!r}; "
+            f"case: expected [label] [COUNTx]QUERIES/KEYS with numbers, ranges a..b, units k and m, got {name!r}; "
             'fix: write it like "8x1k/4k" or "decode 64x1/4k"'
         )
     count, rng = int(found["n"] or 1), random.Random(0)
@@ -88,8 +92,11 @@ def parse_case(name: str) -> Workload:
 
 
 def _range(text: str) -> tuple[int, int]:
-    ends = [int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split("..")]
+    ends = [int(part.rstrip("km")) * _UNITS.get(part[-1], 1) for part in text.split("..")]
     return ends[0], ends[-1]
+
+
+_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
 ROWS = (
@@ -120,7 +127,9 @@ _GROUPS = ((32, 32), (32, 8), (32, 4), (64, 8), (40, 8), (28, 4), (24, 2), (16, 
 _DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _SQUARES = ("128", "256", "512", "1k", "2k", "4k", "8k", "16k", "32k")
 
-SETS = ("rows", "sample", "batch", "keys", "page", "heads", "dim")
+_CONTEXTS = ("1k", "4k", "16k", "32k", "128k", "256k", "512k", "1m")
+
+SETS = ("rows", "sample", "batch", "keys", "context", "page", "order", "heads", "dim")
 
 
 def problem_set(name: str, spec: AttentionSpec, *, device: str = "cuda", quick: bool = False) -> list[Problem]:
@@ -164,6 +173,22 @@ def _keys_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
     return named([f"1x{n}/{n}" for n in lengths], spec)
 
 
+def _context_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    """512 queries, and one, over ever longer prefixes."""
+    most = scale.top * 32
+    lengths = [n for n in _CONTEXTS if _range(n)[0] <= most][:: scale.step]
+    queries = "512" if scale.top > 1024 else "32"
+    return named([name for n in lengths for name in (f"1x{queries}/{n}", f"decode 1x1/{n}")], spec)
+
+
+def _order_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
+    """The same batches with page ids at random and consecutive, for small and large pages."""
+    cases = (scale.prefill, f"decode {scale.decode}")
+    specs = [replace(spec, page_size=n) for n in (1, 16, 64)[:: scale.step]]
+    each = [(f"{case} page {s.page_size}", parse_case(case), s) for s in specs for case in cases]
+    return [Problem(*one, scattered=scattered) for one in each for scattered in (True, False)]
+
+
 def _vary(scale: _SweepScale, specs: Mapping[str, AttentionSpec]) -> list[Problem]:
     cases = (scale.prefill, f"decode {scale.decode}")
     chosen = list(specs.items())[:: scale.step]
@@ -183,7 +208,15 @@ def _dim_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
     return _vary(scale, {f"dim {d}/{dv}": replace(spec, head_dim=d, value_dim=dv) for d, dv in _DIMS})
 
 
-_SWEEPS = {"batch": _batch_sweep, "keys": _keys_sweep, "page": _page_sweep, "heads": _heads_sweep, "dim": _dim_sweep}
+_SWEEPS = {
+    "batch": _batch_sweep,
+    "keys": _keys_sweep,
+    "context": _context_sweep,
+    "page": _page_sweep,
+    "order": _order_sweep,
+    "heads": _heads_sweep,
+    "dim": _dim_sweep,
+}
 
 CPU_PAIRS = 1 << 20
 """Visible pairs that a workload file's batch keeps on a CPU."""
@@ -200,9 +233,9 @@ def from_workloads(workloads: Iterable[Workload], spec: AttentionSpec, *, device
 
 
 def select(problems: Iterable[Problem], pattern: str | None = None) -> list[Problem]:
-    """Those whose name the regular expression finds, each name once."""
-    chosen: dict[str, Problem] = {}
+    """Those whose name the regular expression finds, each name and page order once."""
+    chosen: dict[tuple[str, bool], Problem] = {}
     for problem in problems:
         if pattern is None or re.search(pattern, problem.name):
-            chosen.setdefault(problem.name, problem)
+            chosen.setdefault((problem.name, problem.scattered), problem)
     return list(chosen.values())

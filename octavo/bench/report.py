@@ -17,6 +17,7 @@ _FIGURES = (
     ("run_us", "run alone"),
     ("call_us", "one call"),
     ("plan_us", "plan"),
+    ("step_us", "plan and run, by the wall clock"),
     ("host_us", "host: run"),
     ("plan_host_us", "host: plan"),
     ("reps", "repetitions"),

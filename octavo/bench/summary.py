@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.bench.implementations import DEFAULT, UNPAGED
+from octavo.bench.implementations import RECORDED, UNPAGED
 from octavo.bench.results import Record
 from octavo.errors import fail
 
 OURS = "octavo"
-ORDER = (*DEFAULT["cuda"], "sdpa-gather")
+ORDER = RECORDED
 BASELINES = ("seed",)
 """Never the bar, but shown."""
 

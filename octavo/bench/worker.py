@@ -171,7 +171,7 @@ class _Case:
             "repeats": same_bits(again, self._checked[name]),
             "backend": prepared.backend,
         }
-        for column in ("run_us", "call_us", "plan_us"):
+        for column in ("run_us", "call_us", "plan_us", "step_us"):
             if (name, column) in spreads:
                 result[column] = spreads[name, column].us
         if self.device.type == "cuda":
@@ -192,13 +192,21 @@ class _Case:
             yield Subject(name, "call_us", prepared.call, PART * seconds)
         if plan is not None:
             yield Subject(name, "plan_us", plan, PART * seconds, prepared.plan_on_device)
+            yield Subject(name, "step_us", _whole(prepared), PART * seconds, on_device=False)
 
     def _seconds_per_figure(self, prepared: Prepared) -> float:
         """What the judged figure gets; the others get PART of it."""
         if self.budget is None:
             return float(self.seconds)
         on_host = self.device.type == "cuda"
-        parts = [prepared.plan_on_device, prepared.call, prepared.plan, on_host, on_host and prepared.plan]
+        parts = [
+            prepared.plan_on_device,
+            prepared.call,
+            prepared.plan,
+            prepared.plan,
+            on_host,
+            on_host and prepared.plan,
+        ]
         return float(self.budget / (1 + PART * sum(map(bool, parts))))
 
 

@@ -36,20 +36,28 @@ class Workload:
     def num_tokens(self) -> int:
         return sum(self.qo_lens)
 
-    def visible_pairs(self, causal: bool = True) -> int:
-        """(query token, key) pairs that attention computes."""
-        return sum(_visible(n, m) if causal else n * m for n, m in zip(self.qo_lens, self.kv_lens, strict=True))
+    def visible_pairs(self, causal: bool = True, window_left: int = -1) -> int:
+        """(query token, key) pairs that attention computes.
+
+        window_left: how many keys before its own a row sees where causal, -1 all.
+        """
+        pairs = zip(self.qo_lens, self.kv_lens, strict=True)
+        if not causal:
+            return sum(n * m for n, m in pairs)
+        return sum(_visible(n, m) - (_beyond(n, m, window_left) if window_left >= 0 else 0) for n, m in pairs)
 
     def flops(self, spec: AttentionSpec) -> int:
         """2 (head_dim + value_dim) per visible pair and query head."""
-        return 2 * (spec.head_dim + spec.v_dim) * spec.num_qo_heads * self.visible_pairs(spec.causal)
+        return 2 * (spec.head_dim + spec.v_dim) * spec.num_qo_heads * self.visible_pairs(spec.causal, _window(spec))
 
     def bytes(self, spec: AttentionSpec) -> int:
         """Least memory traffic: K/V, page ids and q of rows that see keys read once; out and lse written once."""
         pairs = list(zip(self.qo_lens, self.kv_lens, strict=True))
-        seen = sum(m for n, m in pairs if n)
+        window = _window(spec)
+        seen = sum(min(m, n + window) if window >= 0 else m for n, m in pairs if n)
         seeing = sum(min(n, m) if spec.causal else n * bool(m) for n, m in pairs)
-        kv = seen * spec.num_kv_heads * (spec.head_dim + spec.v_dim) * spec.dtype.itemsize
+        kv_dtype = getattr(spec, "kv_dtype", None) or spec.dtype
+        kv = seen * spec.num_kv_heads * (spec.head_dim + spec.v_dim) * kv_dtype.itemsize
         queries = seeing * spec.num_qo_heads * spec.head_dim * spec.dtype.itemsize
         outputs = self.num_tokens * spec.num_qo_heads * (spec.v_dim * spec.dtype.itemsize + 4)
         return kv + queries + outputs + 4 * -(-seen // spec.page_size)
@@ -71,6 +79,17 @@ def _visible(q_len: int, kv_len: int) -> int:
     if kv_len >= q_len:
         return q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2
     return kv_len * (kv_len + 1) // 2
+
+
+def _beyond(q_len: int, kv_len: int, window_left: int) -> int:
+    """Visible pairs, were there no window, in which the key lies more than `window_left` before the row's own."""
+    last = kv_len - window_left - 1
+    return _visible(min(q_len, last), last) if last > 0 else 0
+
+
+def _window(spec: AttentionSpec) -> int:
+    """window_left of a causal spec, -1 where it sees all."""
+    return getattr(spec, "window_left", -1) if spec.causal else -1
 
 
 def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Workload]:

@@ -109,9 +109,8 @@ def bench(
         kind = parse_device(device).type
         spec = AttentionSpec(qo_heads, kv_heads, head_dim, value_dim, page_size, causal, parse_dtype(dtype))
         found = _Choice(sets or [], case or [], workloads or [], quick, kind).problems(spec)
-        found = [
-            replace(p, scattered=scattered, seed=seed) for p in problems.select(found, _regex("--filter", pattern))
-        ]
+        found = [replace(p, scattered=p.scattered and scattered, seed=seed) for p in found]
+        found = problems.select(found, _regex("--filter", pattern))
         adapters = {name: str(Path(file).resolve()) for name, file in _pairs("--adapter", adapter).items()}
         folder = str(peers.resolve()) if peers else None
         brief = 0.1 if quick else 0.25

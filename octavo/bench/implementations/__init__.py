@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from octavo.bench.implementations import gathered, ours, peers
+from octavo.bench.implementations import gathered, ours, peers, torch_extra
 from octavo.bench.implementations.base import Implementation, Prepared, Result, Unsupported
 from octavo.errors import fail
 
-RECORDED = ("octavo", "octavo-triton", *peers.NAMES, "sdpa-cudnn", "sdpa-flash", "sdpa-gather", "seed")
+_TORCH = ("sdpa-cudnn", "sdpa-flash", "flex", "sdpa-gather")
+RECORDED = ("octavo", "octavo-triton", *peers.NAMES, "torch-varlen", *_TORCH, "seed")
 """Names that go into a results file."""
 
-UNPAGED = ("fa3-dense", "sdpa-cudnn", "sdpa-flash")
+UNPAGED = ("fa3-dense", "sdpa-cudnn", "sdpa-flash", "flex")
 """Peers that read contiguous K/V gathered before the clock: shown, but no bar for a paged kernel."""
 
 DEFAULT = {
-    "cuda": ("octavo", "octavo-triton", *peers.NAMES, "sdpa-cudnn", "sdpa-flash", "seed"),
+    "cuda": ("octavo", "octavo-triton", *peers.NAMES, "torch-varlen", "sdpa-cudnn", "sdpa-flash", "seed"),
     "cpu": ("octavo", "sdpa-gather"),
 }
 
@@ -25,6 +26,7 @@ _LOADERS: dict[str, Callable[[str], Implementation]] = {
     "octavo": ours.load,
     "octavo-triton": ours.load,
     **dict.fromkeys(peers.NAMES, peers.load),
+    **dict.fromkeys(torch_extra.NAMES, torch_extra.load),
     **dict.fromkeys(("sdpa-cudnn", "sdpa-flash", "sdpa-gather"), gathered.load),
 }
 

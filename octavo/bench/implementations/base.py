@@ -1,11 +1,12 @@
 """What an implementation under the benchmark is: a function from inputs to callables that compute them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 from octavo.bench.workloads import Inputs
+from octavo.problem import AttentionSpec
 from octavo.shapes import Tensor
 
 Result = tuple[Tensor, Tensor | None]
@@ -54,3 +55,15 @@ class Implementation:
 def require(condition: bool, reason: str) -> None:
     if not condition:
         raise Unsupported(reason)
+
+
+PLAIN = ("num_qo_heads", "num_kv_heads", "head_dim", "value_dim", "page_size", "causal", "dtype")
+"""Fields of a spec that every implementation looks at; the others select variants."""
+
+
+def require_plain(spec: AttentionSpec) -> None:
+    """Raises Unsupported for a spec that asks for more than softmax over all visible keys."""
+    for variant in fields(spec):
+        if variant.name not in PLAIN:
+            value = getattr(spec, variant.name)
+            require(value == variant.default, f"serves no {variant.name}={value}")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from octavo.bench.implementations.base import Implementation, Prepared, Result, require
+from octavo.bench.implementations.base import Implementation, Prepared, Result, require, require_plain
 from octavo.bench.workloads import Inputs
 from octavo.problem import AttentionSpec
 from octavo.reference import gather_pages, page_ids, sequence_lengths
@@ -18,7 +18,7 @@ from octavo.shapes import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Sequences:
+class Sequences:
     """q [n, Hq, L, D], k and v [n, Hkv, S, D] of n sequences of the same lengths; `rows` are their token rows."""
 
     q: Tensor
@@ -27,7 +27,7 @@ class _Sequences:
     rows: Tensor
 
 
-def _gather(inputs: Inputs) -> list[_Sequences]:
+def gather(inputs: Inputs) -> list[Sequences]:
     """One entry per distinct pair of lengths, so that a uniform batch is one call."""
     spec = inputs.spec
     q_lens, kv_lens = sequence_lengths(inputs.batch, spec.page_size)
@@ -39,7 +39,7 @@ def _gather(inputs: Inputs) -> list[_Sequences]:
     return [_stack(inputs, members, starts, *lengths) for lengths, members in alike.items()]
 
 
-def _stack(inputs: Inputs, members: list[int], starts: list[int], q_len: int, kv_len: int) -> _Sequences:
+def _stack(inputs: Inputs, members: list[int], starts: list[int], q_len: int, kv_len: int) -> Sequences:
     pages = -(-kv_len // inputs.spec.page_size)
     rows = torch.stack([torch.arange(starts[m], starts[m] + q_len, device=inputs.q.device) for m in members])
 
@@ -48,17 +48,18 @@ def _stack(inputs: Inputs, members: list[int], starts: list[int], q_len: int, kv
         return torch.stack(gathered).transpose(1, 2).contiguous()
 
     q = inputs.q[rows].transpose(1, 2).contiguous()
-    return _Sequences(q, heads_first(inputs.kv.k_cache), heads_first(inputs.kv.v_cache), rows)
+    return Sequences(q, heads_first(inputs.kv.k_cache), heads_first(inputs.kv.v_cache), rows)
 
 
-def _scatter(inputs: Inputs, groups: list[_Sequences], outs: list[Tensor]) -> Result:
+def scatter(inputs: Inputs, groups: list[Sequences], outs: list[Tensor]) -> Result:
+    """Outputs [n, Hq, L, Dv] of the groups, each token's in its row."""
     result = inputs.q.new_zeros((inputs.q.shape[0], inputs.spec.num_qo_heads, inputs.spec.v_dim))
     for group, out in zip(groups, outs, strict=True):
         result[group.rows] = out.transpose(1, 2)
     return result, None
 
 
-def _attend(group: _Sequences, spec: AttentionSpec) -> Tensor:
+def _attend(group: Sequences, spec: AttentionSpec) -> Tensor:
     q_len, kv_len = group.q.shape[2], group.k.shape[2]
     gqa = spec.group_size > 1
     if not spec.causal or q_len == 1:
@@ -69,7 +70,8 @@ def _attend(group: _Sequences, spec: AttentionSpec) -> Tensor:
     return functional.scaled_dot_product_attention(group.q, group.k, group.v, attn_mask=mask, enable_gqa=gqa)
 
 
-def _require_visible(inputs: Inputs) -> list[tuple[int, int]]:
+def require_visible(inputs: Inputs) -> list[tuple[int, int]]:
+    """(queries, keys) of sequences that have queries. Raises Unsupported where a row sees no key."""
     q_lens, kv_lens = sequence_lengths(inputs.batch, inputs.spec.page_size)
     pairs = [(n, m) for n, m in zip(q_lens, kv_lens, strict=True) if n]
     dead = any(m == 0 or (inputs.spec.causal and n > m) for n, m in pairs)
@@ -78,23 +80,25 @@ def _require_visible(inputs: Inputs) -> list[tuple[int, int]]:
 
 
 def _make_gathered(inputs: Inputs, kernel: SDPBackend) -> Prepared:
-    pairs = _require_visible(inputs)
+    require_plain(inputs.spec)
+    pairs = require_visible(inputs)
     if kernel == SDPBackend.CUDNN_ATTENTION and inputs.spec.causal:
         aligned = all(n in (1, m) for n, m in pairs)
         require(aligned, "cuDNN attention in PyTorch has no bottom-right causal mask for fewer queries than keys")
-    groups = _gather(inputs)
+    groups = gather(inputs)
 
     def run() -> list[Tensor]:
         with sdpa_kernel(kernel):
             return [_attend(group, inputs.spec) for group in groups]
 
-    return Prepared(run=run, canonical=partial(_scatter, inputs, groups))
+    return Prepared(run=run, canonical=partial(scatter, inputs, groups))
 
 
 def _make_cpu(inputs: Inputs) -> Prepared:
     """Per sequence: gather its pages, then attention with an explicit mask, all inside the clock."""
     spec = inputs.spec
-    _require_visible(inputs)
+    require_plain(spec)
+    require_visible(inputs)
     q_lens, kv_lens = sequence_lengths(inputs.batch, spec.page_size)
     starts = inputs.batch.qo_indptr.tolist()
     live = [(m, starts[m], n, k) for m, (n, k) in enumerate(zip(q_lens, kv_lens, strict=True)) if n]

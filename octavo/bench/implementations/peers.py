@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.implementations.base import Implementation, Prepared, Result, require
+from octavo.bench.implementations.base import Implementation, Prepared, Result, require, require_plain
 from octavo.bench.workloads import Inputs
 from octavo.reference import gather_pages, page_ids, sequence_lengths
 
@@ -23,6 +23,7 @@ LOG2_E = math.log2(math.e)
 
 def _require_served(inputs: Inputs) -> None:
     spec = inputs.spec
+    require_plain(spec)
     require(spec.dtype == torch.bfloat16, "this build serves bfloat16 only")
     require(spec.head_dim == spec.v_dim == 128, "this build serves head_dim 128 only")
 
