@@ -100,6 +100,10 @@ def _libraries() -> dict[str, str]:
     return found
 
 
+PEERS_LSE_SLACK = 2.0**-8
+"""Some peers take fast approximations to lse, and test it to 1e-3: their out is held to the rule, their lse to this."""
+
+
 class _Case:
     """Prepare, check and time every implementation of one problem."""
 
@@ -146,10 +150,13 @@ class _Case:
         _whole(prepared)()
         self.clock.synchronize()
         self._enter(name, "check")
+        slack = 0.0 if name.startswith("octavo") else PEERS_LSE_SLACK
         for call in filter(None, (_whole(prepared), prepared.call)):
-            verdict, self._checked[name] = self.gate.check(prepared, call, self._checked.get(name))
+            verdict, result = self.gate.check(prepared, call, self._checked.get(name), slack)
             if not verdict.ok:
                 raise ValueError(verdict.message)
+            # The bits that later calls are held to are those of a plan and its run: one call may take another kernel.
+            self._checked.setdefault(name, result)
         return prepared
 
     def _device_alive(self) -> bool:
