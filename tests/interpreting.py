@@ -11,17 +11,50 @@ def speed_up() -> None:
 
     Checks of integer overflow, which compiled kernels do not have, are off: they take most of the time.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if dataclasses.is_dataclass(options) and hasattr(options, "sanitize_overflow"):
         builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    if hasattr(core, "_type_for_tuple_values"):
+        core._type_for_tuple_values = _by_numbers(core._type_for_tuple_values)
     if all(hasattr(interpreter, name) for name in ("_patch_builtin", "_patch_attr", "_patch_lang")):
         interpreter._patch_builtin = _patched_by_name(interpreter._patch_attr)
         interpreter._patch_lang = _patched_once_a_launch(interpreter._patch_lang)
     if all(hasattr(getattr(interpreter, "ReduceOps", None), name) for name in ("generic_reduce", "to_tensor")):
         interpreter.ReduceOps.generic_reduce = _reduced_in_halves(interpreter.ReduceOps.generic_reduce)
+
+
+def _by_name(numpy_dtype):
+    """The dtype of a Triton type, which is looked up in a dictionary made for the purpose."""
+    found = {}
+
+    def dtype_of(kind):
+        name = str(kind)
+        if name not in found:
+            found[name] = numpy_dtype(kind)
+        return found[name]
+
+    return dtype_of
+
+
+def _by_numbers(type_for_values):
+    """The type of a tuple of numbers, such as the shape of a tensor, whose name takes long to write."""
+    found = {}
+
+    def type_of(values, fields=None):
+        if fields is not None or any(type(x) is not int for x in values):
+            return type_for_values(values, fields)
+        key = tuple(values)
+        if key not in found:
+            found[key] = type_for_values(values)
+        return found[key]
+
+    return type_of
 
 
 def _patched_by_name(patch_attr):

@@ -32,10 +32,10 @@ BACKEND = TritonBackend(EAGER)
 CASES = {
     "one decode": Case("1", (1,), (300,), heads=(8, 1), dims=(32, 32), dtype=FP16),
     "decodes": Case("n", (1, 1, 0, 1), (70, 200, 9, 1), heads=(4, 2), dims=(32, 16), dtype=FP16),
-    "mixed": Case("mixed", (40, 1, 2, 1), (90, 150, 3, 0), heads=(4, 2), dims=(32, 32), page_size=4, dtype=FP16),
+    "mixed": Case("mixed", (20, 1, 2, 1), (50, 90, 3, 0), heads=(4, 2), dims=(32, 32), page_size=4, dtype=FP16),
     "rows without keys": Case("dead", (30, 5), (20, 2), heads=(6, 2), dims=(16, 16), dtype=FP32),
-    "dense, full": Case("full", (17, 1), (100, 64), dims=(16, 16), page_size=8, causal=False, dense=True, dtype=FP16),
-    "odd group": Case("odd", (5, 1), (64, 50), heads=(7, 1), dims=(40, 24), index_dtypes=(I64,) * 4, dtype=FP16),
+    "dense, full": Case("full", (9, 1), (50, 64), dims=(16, 16), page_size=8, causal=False, dense=True, dtype=FP16),
+    "odd group": Case("odd", (3, 1), (60, 50), heads=(7, 1), dims=(40, 24), index_dtypes=(I64,) * 4, dtype=FP16),
 }
 FORMS = (
     PlanForm(16, 0, 12, 0),
@@ -117,7 +117,7 @@ def test_invariant_results_do_not_depend_on_neighbours(seed):
     """To the bit: each sequence alone, and in a batch of others, some of which would change its tiles or cuts."""
     rng = random.Random(seed)
     qo_lens = tuple(rng.choice([1, 1, 2, 30]) for _ in range(5))
-    kv_lens = tuple(q + rng.choice([0, 5, 60, 200]) for q in qo_lens)
+    kv_lens = tuple(q + rng.choice([0, 5, 60, 120]) for q in qo_lens)
     case = Case("n", qo_lens, kv_lens, heads=(8, 2), dims=(32, 32), page_size=2, padding=0, dtype=FP16, seed=seed)
     problem = build(case, DEVICE)
     arch, cumulative = arch_of(torch.device(DEVICE)), [0, *itertools.accumulate(qo_lens)]
