@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import octavo
-from octavo.cli import bench, check, compile, info, report, run
+from octavo.cli import bench, check, compile, export, info, report, run
 
 app = typer.Typer(
     name="octavo",
@@ -39,3 +39,4 @@ app.command("info")(info.info)
 app.command("compile")(compile.compile_kernels)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
+app.command("export")(export.export)
