@@ -10,9 +10,10 @@ from inputs import BAD_PAGE, BF16, FP16, KV_STORAGE, Problem, indptr, pages_of
 from tolerance import assert_matches
 
 import octavo
-from octavo import AttentionSpec, BatchAttention, PagedBatch, PagedKV, work_item
+from octavo import AttentionSpec, BatchAttention, PagedBatch, PagedKV, api, work_item
 from octavo.backends import hopper, tensor_maps
-from octavo.backends.hopper import HopperBackend
+from octavo.backends.hopper import HopperBackend, HopperRun
+from octavo.calls import Remembered
 from octavo.planning.form import PlanForm
 from octavo.planning.tiles import LARGE_ROWS
 
@@ -58,8 +59,9 @@ def attend(p, **options):
 @pytest.fixture
 def launches(monkeypatch):
     """Calls of the kernel. Batches of few rows get tiles of 128 rows too, which are the kernel's. Nothing is probed."""
-    seen, launch = [], hopper._launch
-    monkeypatch.setattr(hopper, "_launch", lambda call, *rest: (seen.append(call), launch(call, *rest)))
+    seen, launch = [], HopperRun.__call__
+    monkeypatch.setattr(HopperRun, "__call__", lambda self, call, plan: (seen.append(call), launch(self, call, plan)))
+    monkeypatch.setattr(api, "READY", Remembered())
     monkeypatch.setattr(hopper, "compile_failure", lambda spec: None)
     monkeypatch.setattr(HopperBackend, "plan_form", lambda *_, **__: PlanForm(LARGE_ROWS, 0, 0, 0))
     return seen
