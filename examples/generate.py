@@ -89,13 +89,15 @@ def answer(
     )
     page = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
     pages = sum(-(-(len(p) + max_new_tokens) // args.page_size) for p in prompts)
-    sizes = {page: args.page_size, "num_blocks": pages + 8, "max_batch_tokens": args.step_tokens}
+    options = {page: args.page_size, "num_blocks": pages + 8, "max_batch_tokens": args.step_tokens}
+    if args.device == "cpu":  # where there is a GPU beside it, Transformers would use that one's graphs
+        options |= {"use_cuda_graph": False, "use_async_batching": False}
     model.set_attn_implementation(implementation)
     start = time.perf_counter()
     out = model.generate_batch(
         prompts,
         generation_config=generation,
-        continuous_batching_config=ContinuousBatchingConfig(**sizes),
+        continuous_batching_config=ContinuousBatchingConfig(**options),
         progress_bar=False,
     )
     seconds = time.perf_counter() - start

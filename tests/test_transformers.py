@@ -126,7 +126,8 @@ def one_by_one(model, sequences, implementation="sdpa", **options):
 
 def batched(model, sequences, implementation=NAME, page_size=16, batching=None, **options):
     model.set_attn_implementation(implementation)
-    batching = {PAGE_OPTION: page_size, "num_blocks": 64, "max_batch_tokens": 24, **(batching or {})}
+    on_cpu = {"use_cuda_graph": False, "use_async_batching": False} if model.device.type == "cpu" else {}
+    batching = {PAGE_OPTION: page_size, "num_blocks": 64, "max_batch_tokens": 24, **on_cpu, **(batching or {})}
     out = model.generate_batch(
         sequences,
         generation_config=settings(**options),

@@ -111,8 +111,11 @@ def _switch_to_paged(original: Any, manager: Any, model: Any, *args: Any, **kwar
             type(model).__name__,
             "Transformers pins those of this model; use generate, or set_attn_implementation('sdpa')",
         )
-    paged = NAME if pinned else PAGED_NAME
-    model.set_attn_implementation(f"paged|{paged}" if _has_prefixes() else paged)
+    if _has_prefixes():
+        # A flash-like name turns on CUDA graphs wherever there is a GPU, also for a model on the CPU.
+        model.set_attn_implementation(f"paged|{PAGED_NAME if model.device.type != 'cpu' and not pinned else NAME}")
+    else:
+        model.set_attn_implementation(PAGED_NAME)
     manager._original_attn_impl = NAME
 
 
