@@ -11,6 +11,8 @@ from tolerance import assert_matches
 
 import octavo.compat.flashinfer as fi
 from octavo import AttentionSpec, PagedBatch, PagedKV
+from octavo.compat.flashinfer.masks import byte_offsets, pack
+from octavo.compat.flashinfer_reference import segment_packbits
 from octavo.reference import merge_reference, reference
 
 WORKSPACE = torch.empty(0)
@@ -356,6 +358,18 @@ def test_append_paged_kv_cache(page_size, form):
     got = [x.transpose(1, 2) if layout == "HND" else x for x in got]
     for mine, exact in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sizes", ((3, 8, 21), (0, 1, 0), (64,)), ids=str)
+def test_masks_are_packed_on_the_device(sizes):
+    """By operations of fixed shape, as each sequence on its own."""
+    torch.manual_seed(0)
+    mask = torch.rand(sum(sizes)) < 0.5
+    counts = torch.tensor(sizes, dtype=I32)
+    packed, edges = segment_packbits(mask, indptr(sizes), "little")
+    made = pack(mask, counts)
+    assert torch.equal(made[: len(packed)], packed) and not made[len(packed) :].any()
+    assert torch.equal(byte_offsets(counts), edges.long())
 
 
 # What is not carried says so

@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 from octavo.compat.arguments import refuse
+from octavo.compat.flashinfer.page import get_seq_lens
 from octavo.compat.flashinfer.prefill_base import DType, PrefillWrapper, Result, Scale
-from octavo.compat.flashinfer.tables import PagedCache, paged_kv, with_mask
+from octavo.compat.flashinfer.tables import PagedCache, paged_kv
 from octavo.compat.flashinfer.wrapper import Dtypes
 from octavo.problem import PagedBatch
 from octavo.shapes import Indptr, PageIds, PerSequence, Queries, Tensor
@@ -41,12 +42,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args=jit_args, jit_kwargs=jit_kwargs
         )
+        self._mask_buffers = custom_mask_buf, mask_indptr_buf
         self._fixed(
             qo_indptr_buf=qo_indptr_buf,
             paged_kv_indptr_buf=paged_kv_indptr_buf,
             paged_kv_indices_buf=paged_kv_indices_buf,
             paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
         )
+
+    _paged_kv_indptr_buf: Tensor
+    _paged_kv_last_page_len_buf: Tensor
 
     def workspace_size(self, *plan_args: Any, **plan_kwargs: Any) -> tuple[int, int]:
         """Bytes of float and int workspace that such a plan needs of the caller: none."""
@@ -106,7 +111,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             masked=masked,
         )
         self._causal = causal
-        masks = self._place_mask(custom_mask, packed_custom_mask)
         rows = int(qo_indptr[-1]) if qo_indptr.device.type == "cpu" else None
         batch = PagedBatch.csr(
             self._place("qo_indptr_buf", qo_indptr),
@@ -114,8 +118,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             self._place("paged_kv_indices_buf", paged_kv_indices),
             self._place("paged_kv_last_page_len_buf", paged_kv_last_page_len),
         )
+        if masked:
+            kv_lens = get_seq_lens(self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, page_size)
+            batch = self._masked(batch, custom_mask, packed_custom_mask, kv_lens)
         invariant = disable_split_kv or (fixed_split_size or -1) > 0
-        self._attention.set(with_mask(batch, *masks), spec, rows, invariant)
+        self._attention.set(batch, spec, rows, invariant)
 
     begin_forward = plan
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.compat.arguments import is_one, refuse
 from octavo.compat.flashinfer.prefill_base import DType, PrefillWrapper, Result
-from octavo.compat.flashinfer.tables import PagedCache, ragged_batch, ragged_kv, with_mask
+from octavo.compat.flashinfer.tables import PagedCache, ragged_batch, ragged_kv
 from octavo.compat.flashinfer.wrapper import Dtypes
 from octavo.shapes import Indptr, Queries, Tensor
 
@@ -29,6 +29,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args=jit_args, jit_kwargs=jit_kwargs
         )
+        self._mask_buffers = custom_mask_buf, mask_indptr_buf
         self._fixed(qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf)
         self._num_keys = -1
 
@@ -85,7 +86,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             masked=masked,
         )
         self._causal = causal
-        self._masks = self._place_mask(custom_mask, packed_custom_mask)
+        self._masks = custom_mask, packed_custom_mask
         self._invariant = disable_split_kv or (fixed_split_size or -1) > 0
         on_host = qo_indptr.device.type == "cpu"
         self._rows = int(qo_indptr[-1]) if on_host else None
@@ -101,7 +102,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         self._num_keys = num_keys
         if num_keys >= 0:
             batch = ragged_batch(*self._offsets, num_keys)
-            self._attention.set(with_mask(batch, *self._masks), self._spec, self._rows, self._invariant)
+            kv_indptr = self._offsets[1]
+            batch = self._masked(batch, *self._masks, kv_indptr[1:] - kv_indptr[:-1])
+            self._attention.set(batch, self._spec, self._rows, self._invariant)
 
     def run(
         self,

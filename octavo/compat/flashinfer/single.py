@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from octavo.compat.arguments import default_scale, refuse, scale_of, scale_values, spec_for, steps
-from octavo.compat.flashinfer.tables import Position, check_backend, check_layout, ragged_batch, ragged_kv, with_mask
+from octavo.compat.flashinfer.masks import with_mask
+from octavo.compat.flashinfer.tables import Position, check_backend, check_layout, ragged_batch, ragged_kv
 from octavo.compat.one_call import attend_as
 from octavo.shapes import Tensor
 

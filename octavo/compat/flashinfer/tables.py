@@ -65,16 +65,6 @@ def ragged_batch(qo_indptr: Tensor, kv_indptr: Tensor, num_keys: int) -> PagedBa
     return PagedBatch.csr(qo_indptr, kv_indptr, positions(num_keys, qo_indptr.device))
 
 
-def with_mask(batch: PagedBatch, custom_mask: Tensor | None, packed: Tensor | None) -> PagedBatch:
-    """The batch under a mask: packed bits take precedence, as in FlashInfer."""
-    mask = custom_mask if packed is None else packed
-    if mask is None:
-        return batch
-    if not hasattr(batch, "with_mask"):
-        not_carried("custom_mask", "this version of octavo has no such variant")
-    return batch.with_mask(mask.to(torch.bool).reshape(-1) if packed is None else mask)
-
-
 class Position(NamedTuple):
     """What pos_encoding_mode asks for."""
 
