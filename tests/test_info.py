@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from octavo import AttentionSpec
 from octavo.backends.triton import TritonBackend
 from octavo.bench.schedule_picture import COLOURS, MOST_BARS, STORES, schedule_chart
+from octavo.bench.schedules import sequence_shapes
 from octavo.bench.workloads import Workload
 from octavo.cli.app import app
-from octavo.cli.schedule import sequence_shapes
 from octavo.planning.form import DEFAULT_SPLIT, PlanForm, schedule_config
 from octavo.planning.picture import Machine, describe, picture
 from octavo.planning.readback import explain_plan, items_end, read_plan

@@ -6,6 +6,7 @@ from importlib import resources
 
 from octavo.bench.charts import roofline_chart, size_charts, speed_chart
 from octavo.bench.results import Record
+from octavo.bench.schedules import schedule_charts
 from octavo.bench.summary import Case, Summary, case_name, geometric_mean
 
 _FIGURES = (
@@ -47,6 +48,8 @@ def _section(summary: Summary) -> str:
         parts += ["<h3>Against the machine's ceilings</h3>", _figure(roofline)]
     for title, chart in size_charts(summary):
         parts += [f"<h3>{escape(title)}</h3>", _figure(chart)]
+    for title, chart in schedule_charts(summary):
+        parts += [f"<h3>{escape(title)}</h3>", f"<figure class='schedule'>{chart}</figure>"]
     return "\n".join([*parts, _all_figures(summary), "</section>"])
 
 
@@ -73,7 +76,9 @@ def _headline(summary: Summary) -> str:
     ahead = sum(ratio >= 1 for ratio in ratios)
     mean = geometric_mean(ratios)
     text = f"<b>{mean:.2f} times</b> the speed of the best paged peer (geometric mean over {len(ratios)} batches); "
-    return f"<p class='headline'>{escape(summary.ours)}: {text}ahead on {ahead} of them.</p>"
+    planned = geometric_mean(summary.planned_ratios())
+    more = f"Where the peers' planning, once a step, counts too: {planned:.2f} times."
+    return f"<p class='headline'>{escape(summary.ours)}: {text}ahead on {ahead} of them. {escape(more)}</p>"
 
 
 def _figure(svg: str) -> str:
@@ -83,7 +88,8 @@ def _figure(svg: str) -> str:
 def _times(summary: Summary) -> str:
     head = "".join(f"<th>{escape(label)}</th>" for label in summary.labels)
     rows = "\n".join(_times_row(summary, case) for case in summary.cases)
-    note = "Medians in us; Octavo's include planning, peers' do not. Bold: fastest. Ratio: best paged peer / Octavo."
+    note = "Medians in us. Octavo's include planning; peers' do not, it stands below them. Bold: fastest. "
+    note += "Ratio: best paged peer / Octavo, and below it the same with the peers' planning."
     return (
         f"<p class='note'>{note}</p><div class='wide'><table><thead><tr><th>batch</th>{head}<th>ratio</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div>"
@@ -99,10 +105,13 @@ def _times_row(summary: Summary, case: Case) -> str:
             cells.append("<td class='error'>error</td>" if "error" in record else "<td></td>")
             continue
         bold = " class='best'" if record["us"] == min(times) else ""
-        cells.append(f"<td{bold}>{record['us']:,.1f}<small>{case.rate(label)}</small></td>")
+        plan = case.plan_us(label)
+        more = f"<small>+{plan:,.0f} plan</small>" if plan else ""
+        cells.append(f"<td{bold}>{record['us']:,.1f}<small>{case.rate(label)}</small>{more}</td>")
     peer = case.best_peer()
     ratio = case.speed_of(summary.ours, peer) if peer else None
-    last = f"{ratio:.2f}<small>{escape(peer or '')}</small>" if ratio else ""
+    planned = case.planned_speed_of(summary.ours)
+    last = f"{ratio:.2f}<small>{escape(peer or '')}</small><small>{planned:.2f}</small>" if ratio and planned else ""
     return f"<tr><th>{escape(case.name)}</th>{''.join(cells)}<td>{last}</td></tr>"
 
 

@@ -25,6 +25,8 @@ class Context:
     card: str
     versions: Mapping[str, str]
     ceilings: Mapping[str, float]
+    sms: int = 0
+    """Streaming multiprocessors of the card."""
 
     def record(self, problem: Problem, event: Event) -> Record:
         """The record of one "result" or "error" event."""
@@ -33,6 +35,7 @@ class Context:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "commit": self.commit,
             "card": self.card,
+            "sms": self.sms,
             "versions": dict(self.versions),
             "ceilings": dict(self.ceilings),
             "case": problem.name,

@@ -144,7 +144,7 @@ def _context(options: Options, answer: Event, run: str) -> Context:
         versions["driver"] = driver
     for name in answer["present"]:
         versions.update(answer["present"][name])
-    return Context(run, _commit(options.keep), answer["card"], versions, answer["ceilings"])
+    return Context(run, _commit(options.keep), answer["card"], versions, answer["ceilings"], answer.get("sms", 0))
 
 
 def _measure(

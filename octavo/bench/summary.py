@@ -40,6 +40,17 @@ class Case:
         timed = [label for label, record in self.timed().items() if is_bar(record["impl"])]
         return min(timed, key=lambda label: self.records[label]["us"], default=None)
 
+    def plan_us(self, label: str) -> float:
+        """Planning once a step that `us` leaves out: what a peer does on the host."""
+        record = self.records.get(label, {})
+        return 0.0 if not record or is_ours(record["impl"]) else float(record.get("plan_us", 0.0))
+
+    def planned_speed_of(self, label: str) -> float | None:
+        """How many times faster `label` is than the best paged peer, where each plans in every step."""
+        ours = self.us(label)
+        peers = [r["us"] + self.plan_us(name) for name, r in self.timed().items() if is_bar(r["impl"])]
+        return min(peers) / ours if ours and peers else None
+
     def memory_bound(self) -> bool:
         """Whether the roofline of the card that measured it puts bandwidth first."""
         ceilings = next(iter(self.records.values()))["ceilings"]
@@ -78,6 +89,11 @@ class Summary:
         """Octavo's speed over the best paged peer's, one per case that has both."""
         pairs = [(case, case.best_peer()) for case in self.cases]
         found = [case.speed_of(self.ours, peer) for case, peer in pairs if peer is not None]
+        return [ratio for ratio in found if ratio is not None]
+
+    def planned_ratios(self) -> list[float]:
+        """The same, with the peers' planning."""
+        found = [case.planned_speed_of(self.ours) for case in self.cases]
         return [ratio for ratio in found if ratio is not None]
 
     def failures(self) -> list[Record]:

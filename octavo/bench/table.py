@@ -26,6 +26,8 @@ def _cell(case: Case, label: str) -> str:
     if "error" in record:
         return "[red]error[/]"
     text = f"{_microseconds(record['us'])}\n[dim]{case.rate(label)}[/]"
+    if plan := case.plan_us(label):
+        text += f"\n[dim]+{_microseconds(plan)} plan[/]"
     text += "" if record.get("repeats", True) else "\n[yellow]bits vary[/]"
     fastest = min(r["us"] for r in case.timed().values())
     return f"[bold green]{text}[/]" if record["us"] == fastest else text
@@ -52,6 +54,8 @@ def closing_lines(summary: Summary) -> list[str]:
         lines.append(
             f"{summary.ours}: {mean:.2f}x the best paged peer (geometric mean), ahead on {ahead} of {len(ratios)}"
         )
+        planned = geometric_mean(summary.planned_ratios())
+        lines.append(f"{summary.ours}: {planned:.2f}x where the peers' planning, once a step, counts too")
     for record in summary.failures():
         lines.append(f"error: {record['case']}, {record['impl']}: {record['error']}")
     return lines

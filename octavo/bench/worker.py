@@ -80,6 +80,7 @@ def _probe(
     return {
         "protocol": PROTOCOL,
         "card": _card(device),
+        "sms": torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0,
         "ceilings": {"tflops": ceilings.flops_per_s / 1e12, "gbps": ceilings.bytes_per_s / 1e9},
         "libraries": _libraries(),
         "present": {name: dict(found.versions) for name, found in present.items()},

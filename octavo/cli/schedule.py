@@ -6,19 +6,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from octavo.backends import BACKENDS, arch_of
+from octavo.backends import arch_of
 from octavo.bench.roofline import measure_ceilings
 from octavo.bench.schedule_picture import schedule_chart
-from octavo.bench.workloads import Workload
+from octavo.bench.schedules import DEVICE_BACKENDS, draw
 from octavo.cli.jobs import Job
 from octavo.errors import fail
-from octavo.planning.form import DEFAULT_SPLIT, PlanForm, schedule_config
-from octavo.planning.picture import H200_SMS, Machine, Picture, describe, picture
-from octavo.planning.schedule import SequenceShape, schedule
-from octavo.problem import Arch, AttentionSpec, PagedBatch
-
-DEVICE_BACKENDS = ("hopper", "triton")
-"""Those that plan, in order of preference."""
+from octavo.planning.picture import H200_SMS, Machine, describe
+from octavo.problem import Arch, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,8 @@ def show_schedules(screen: Console, jobs: list[Job], options: ScheduleOptions) -
         spec = job.spec
         if spec.dtype not in machines:
             machines[spec.dtype] = _machine(spec, arch)
-        name, form, seen = draw(job.workload, spec, arch, machines[spec.dtype], options)
+        backend, invariant = options.backend, options.batch_invariant
+        name, form, seen = draw(job.workload, spec, arch, machines[spec.dtype], backend, invariant)
         w = job.workload
         sizes = f"{len(w.qo_lens)} sequences, {w.num_tokens} tokens, {sum(w.kv_lens)} keys"
         screen.print(f"[bold]{w.name}[/]: {sizes}", highlight=False)
@@ -52,43 +48,6 @@ def show_schedules(screen: Console, jobs: list[Job], options: ScheduleOptions) -
             path.write_text(schedule_chart(seen, w.name))
             screen.print(f"{'picture':10}{path}", highlight=False, markup=False)
         screen.print()
-
-
-def draw(
-    workload: Workload, spec: AttentionSpec, arch: Arch, machine: Machine, options: ScheduleOptions
-) -> tuple[str, PlanForm, Picture]:
-    """(backend, form of the plan, the schedule at work) of one batch with its exact number of tokens."""
-    name = options.backend or _preferred(spec, arch)
-    backend = next(b for b in BACKENDS if b.name == name)
-    form = backend.plan_form(spec, workload.num_tokens, _shapes_alone(workload, spec), arch, options.batch_invariant)
-    assert form is not None
-    items = schedule(spec, sequence_shapes(workload, spec), schedule_config(form, DEFAULT_SPLIT))
-    return name, form, picture(spec, items, form, machine)
-
-
-def _preferred(spec: AttentionSpec, arch: Arch) -> str:
-    """The first that serves the spec. Where none can run, as without Triton, the portable one's plan is shown."""
-    by_name = {b.name: b for b in BACKENDS}
-    return next((n for n in DEVICE_BACKENDS if by_name[n].reject(spec, arch) is None), DEVICE_BACKENDS[-1])
-
-
-def sequence_shapes(workload: Workload, spec: AttentionSpec) -> list[SequenceShape]:
-    """The sequences, as the planner sees them, and the padding, of which there is none."""
-    shapes, start, position = [], 0, 0
-    for q_len, kv_len in zip(workload.qo_lens, workload.kv_lens, strict=True):
-        shapes.append(SequenceShape(start, q_len, kv_len, position))
-        start, position = start + q_len, position - (-kv_len // spec.page_size)
-    return [*shapes, SequenceShape(start, 0, 0, 0)]
-
-
-def _shapes_alone(workload: Workload, spec: AttentionSpec) -> PagedBatch:
-    """The batch's tensors without contents: forms of plans follow from shapes."""
-    pages = sum(-(-n // spec.page_size) for n in workload.kv_lens)
-    indptr, ids, last = (
-        torch.empty(n, dtype=torch.int32, device="meta")
-        for n in (len(workload.qo_lens) + 1, pages, len(workload.qo_lens))
-    )
-    return PagedBatch.csr(indptr, indptr, ids, last)
 
 
 def _arch(sms: int | None) -> Arch:
