@@ -56,7 +56,7 @@ def test_the_bar_is_the_best_paged_peer(summary: Summary) -> None:
 def test_failures_and_the_mean_follow_the_table(summary: Summary) -> None:
     lines = closing_lines(summary)
     assert "0.90x the best paged peer" in lines[0] and "ahead on 0 of 6" in lines[0]
-    assert lines[2] == "error: dead 12383/1, seed: check: <NaN>"
+    assert lines[1] == "error: dead 12383/1, seed: check: <NaN>"
     assert not broken(summary)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(results_table(summary))
@@ -70,7 +70,7 @@ def test_planning_of_peers_is_shown_and_counted() -> None:
     summary = summarize(records)
     assert summary.cases[0].plan_us("octavo") == 0.0 and summary.cases[0].plan_us("fa4") == 400.0
     assert summary.planned_ratios() == pytest.approx([4.2] * len(CASES))
-    assert "4.20x where the peers' planning" in closing_lines(summary)[1]
+    assert "4.20x where peers' planning" in closing_lines(summary)[1]
     assert "+300 plan" in html_page([summary]) and "4.20 times" in html_page([summary])
 
 

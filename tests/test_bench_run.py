@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -140,7 +141,7 @@ def test_bench_writes_whole_records_and_resumes(tmp_path: Path) -> None:
     assert [record["impl"] for record in records] == ["octavo", "sdpa-gather"]
     assert set(records[0]) >= FIELDS and records[0]["commit"] == "c0ffee"
     assert [record["impl"] for record in results.read(extra)] == ["mine"]
-    assert "sdpa" in first.output
+    assert "sdpa" in first.output and re.search(r"time: .*check \d", first.output)
 
     again = CliRunner().invoke(app, [*command, "--resume", "--json"])
     assert again.exit_code == 0, again.output

@@ -74,7 +74,8 @@ def _open_server(
         except ServerFailure as failure:
             if failure.blame not in wanted:
                 return None
-            wanted.remove(failure.blame)
+            # Those that share the first word share a library.
+            wanted = [name for name in wanted if name.split("-")[0] != failure.blame.split("-")[0]]
 
 
 def environment(root: Path) -> dict[str, str]:

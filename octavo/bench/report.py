@@ -76,8 +76,9 @@ def _headline(summary: Summary) -> str:
     ahead = sum(ratio >= 1 for ratio in ratios)
     mean = geometric_mean(ratios)
     text = f"<b>{mean:.2f} times</b> the speed of the best paged peer (geometric mean over {len(ratios)} batches); "
-    planned = geometric_mean(summary.planned_ratios())
-    more = f"Where the peers' planning, once a step, counts too: {planned:.2f} times."
+    planned = summary.planned_ratios()
+    more = f"Where peers' planning, once a step, counts too: {geometric_mean(planned):.2f} times."
+    more = more if planned != ratios else ""
     return f"<p class='headline'>{escape(summary.ours)}: {text}ahead on {ahead} of them. {escape(more)}</p>"
 
 

@@ -54,8 +54,10 @@ def closing_lines(summary: Summary) -> list[str]:
         lines.append(
             f"{summary.ours}: {mean:.2f}x the best paged peer (geometric mean), ahead on {ahead} of {len(ratios)}"
         )
-        planned = geometric_mean(summary.planned_ratios())
-        lines.append(f"{summary.ours}: {planned:.2f}x where the peers' planning, once a step, counts too")
+        if (planned := summary.planned_ratios()) != ratios:
+            lines.append(
+                f"{summary.ours}: {geometric_mean(planned):.2f}x where peers' planning, once a step, counts too"
+            )
     for record in summary.failures():
         lines.append(f"error: {record['case']}, {record['impl']}: {record['error']}")
     return lines

@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,6 +179,8 @@ class _Bar:
         self._progress = progress
         self._task = progress.add_task("looking at the machine", total=None)
         self._name = ""
+        self._stage, self._since = "start", time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def probed(self, answer: Event, cases: int) -> None:
         self._progress.update(self._task, total=cases)
@@ -188,10 +192,12 @@ class _Bar:
 
     def case(self, name: str) -> None:
         self._name = name
+        self._enter("start")
         self._progress.update(self._task, description=name)
 
     def event(self, event: Event) -> None:
         if event["event"] == "stage":
+            self._enter(event["stage"])
             text = f"{self._name} · {event['impl']} · {event['stage']}"
             self._progress.update(self._task, description=text)
         elif event["event"] in ("error", "unsupported"):
@@ -199,16 +205,30 @@ class _Bar:
             self._progress.console.print(f"{self._name}: {event['impl']}: {why}", markup=False)
 
     def case_done(self) -> None:
+        self._enter("start")
         self._progress.advance(self._task)
+
+    def _enter(self, stage: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    def stages(self) -> str:
+        """Where the time went."""
+        self._enter("")
+        longest = sorted(self._seconds.items(), key=lambda item: -item[1])
+        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in longest if stage)
 
 
 def _go(options: Options, as_json: bool) -> None:
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+        bar = _Bar(progress)
         try:
-            outcome = execute(options, _Bar(progress))
+            outcome = execute(options, bar)
         except WorkerFailure as failure:
             usage_error(f"bench: the worker process failed before the first case: {failure}")
+        progress.console.print(f"time: {bar.stages()}", markup=False, highlight=False)
     if as_json:
         for record in outcome.records:
             typer.echo(json.dumps(record))
