@@ -17,11 +17,12 @@ import octavo
 from octavo.bench import results
 from octavo.bench.estimate import estimate
 from octavo.bench.gate import Gate
-from octavo.bench.implementations import DEFAULT, RECORDED, Unsupported, find, torch_extra
+from octavo.bench.implementations import DEFAULT, RECORDED, Prepared, Unsupported, find, torch_extra
 from octavo.bench.implementations.base import require_plain
 from octavo.bench.measure import MAX_REPS, MIN_REPS, CudaClock, Spread, Subject, interleave
 from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
 from octavo.bench.results import Context
+from octavo.bench.worker import _Case
 from octavo.bench.workloads import Inputs, Workload, make_inputs
 from octavo.problem import AttentionSpec
 from octavo.reference import reference
@@ -98,6 +99,18 @@ def test_subjects_take_turns() -> None:
     spreads = interleave([Subject("a", "us", lambda: 10.0, 0.1), Subject("b", "us", lambda: 20.0, 0.1)], clock)
     assert spreads["a", "us"] == Spread(10.0, 10.0, 10.0, MAX_REPS)
     assert clock.timed[-8:] == [10.0, 20.0] * 4
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_figures_of_an_implementation_share_its_seconds(plans: bool) -> None:
+    case = object.__new__(_Case)
+    case.seconds, case.budget, case.device = 0.25, 2.0, torch.device("cpu")
+    nothing = (lambda: None) if plans else None
+    prepared = Prepared(run=lambda: None, plan=nothing, plan_on_device=plans, call=nothing)
+    subjects = list(case._subjects("octavo", prepared))
+    assert {s.column for s in subjects} == ({"us", "run_us", "call_us", "plan_us", "step_us"} if plans else {"us"})
+    assert sum(s.seconds for s in subjects) == pytest.approx(2.0)
+    assert all(s.seconds == pytest.approx(0.4 * subjects[0].seconds) for s in subjects[1:])
 
 
 def test_a_slow_subject_is_timed_less_often_but_all_along() -> None:

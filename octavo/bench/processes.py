@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ def environment(root: Path) -> dict[str, str]:
     return {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not initialise CUDA
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # FA4 compiles once per machine, not once per process
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(Path(tempfile.gettempdir()) / "octavo-bench-fa4"),
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
