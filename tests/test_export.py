@@ -13,9 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from octavo.bench.sampling import sample_rows
+from octavo.bench.verify import verify_rows
+from octavo.bench.workloads import Workload, make_inputs
 from octavo.cli.app import app
 from octavo.integrations import inline_source
-from octavo.integrations.flashinfer_bench import DEFINITIONS, KERNEL, Definition, export, solution, source
+from octavo.integrations.flashinfer_bench import DEFINITIONS, KERNEL, RAGGED, Definition, export, solution, source
 
 pytest.importorskip("triton")
 
@@ -63,6 +66,7 @@ _RUN = """
     sys.path.insert(0, sys.argv[1])
     check("m0", 4, 2, 32, 4, (5, 3, 20), (9, 2, 150), "prefill", 0.2)
     check("m1", 4, 1, 16, 1, (1, 1, 1), (600, 0, 7), "decode", -0.1)
+    check("m1", 4, 1, 16, 1, (1,) * 140, (3,) * 139 + (0,), "decode", 0.5)  # more than the kernel's usual 127
     check("m2", 3, 1, 32, 1, (7, 1), (6, 30), "ragged", 0.3)
 """
 
@@ -78,6 +82,53 @@ def test_sources_compute_attention_by_themselves(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "m0 dead rows 1" in done.stdout and "m1 dead rows 1" in done.stdout and "m2 dead rows 1" in done.stdout
+
+
+_ON_GPU = {
+    "gqa_paged_prefill_causal_h32_kv4_d128_ps1": ((512, 30, 1, 7), (4096, 30, 20000, 3)),
+    "gqa_paged_prefill_causal_h32_kv8_d128_ps64": ((100, 5), (1000, 70)),
+    "gqa_paged_decode_h32_kv4_d128_ps1": ((1,) * 200, (1, 0, *range(100, 20000, 101), 5)[:200]),
+    "gqa_ragged_prefill_causal_h32_kv8_d128": ((300, 50), (300, 700)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _ON_GPU)
+def test_solutions_on_a_gpu_are_right_and_one_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Definition.parse(name)
+    (tmp_path / f"{name}.py").write_text(source(d))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = importlib.import_module(name).run
+    x = make_inputs(Workload("w", *_ON_GPU[name]), d.spec, "cuda", scattered=d.kind != RAGGED)
+    k, v, b = x.kv.k_cache, x.kv.v_cache, x.batch
+    assert b.kv_indptr is not None
+    if d.kind == RAGGED:
+        total = len(b.page_table)
+        k, v = k[:total, 0], v[:total, 0]
+    known: dict[str, object] = {
+        "q": x.q,
+        "k": k,
+        "v": v,
+        "k_cache": k,
+        "v_cache": v,
+        "qo_indptr": b.qo_indptr,
+        "kv_indptr": b.kv_indptr,
+    }
+    known |= {"kv_indices": b.page_table, "kv_last_page_len": b.last_page_len, "sm_scale": d.spec.default_scale}
+    arguments = [known[argument] for argument in d.inputs]
+    run(*arguments)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out, lse = run(*arguments)
+        torch.cuda.synchronize()
+    assert [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA] == [KERNEL]
+    assert torch.isfinite(lse).all()
+    lse = torch.where(lse < -1e38, -math.inf, lse)
+    rows = sample_rows(d.spec, b, len(x.q))
+    verdict = verify_rows(d.spec, x.q, x.kv, b, out, lse, rows)
+    assert verdict.ok, verdict.message
 
 
 def _imports(text: str) -> list[str]:
