@@ -11,6 +11,7 @@ from tolerance import assert_matches
 
 import octavo.compat.flashinfer as fi
 from octavo import AttentionSpec, PagedBatch, PagedKV
+from octavo.compat.arguments import spec_for
 from octavo.compat.flashinfer.masks import byte_offsets, pack
 from octavo.compat.flashinfer_reference import segment_packbits
 from octavo.reference import merge_reference, reference
@@ -389,6 +390,13 @@ REFUSED = {
 def test_plan_refuses_by_name(words):
     with pytest.raises(NotImplementedError, match=words):
         prefill(build(MIXED), **REFUSED[words])
+
+
+def test_a_variant_that_the_spec_has_no_field_for_is_named():
+    arguments = ((4, 2), (64, 64), 4, True, FP32)
+    assert spec_for(*arguments, window_left=-1, no_such_variant=0.0) == AttentionSpec(4, 2, 64, 64, 4, True, FP32)
+    with pytest.raises(NotImplementedError, match="no_such_variant"):
+        spec_for(*arguments, no_such_variant=2.0)
 
 
 def test_other_refusals_by_name():
