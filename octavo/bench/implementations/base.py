@@ -61,9 +61,13 @@ PLAIN = ("num_qo_heads", "num_kv_heads", "head_dim", "value_dim", "page_size", "
 """Fields of a spec that every implementation looks at; the others select variants."""
 
 
+def variants_of(spec: AttentionSpec) -> list[str]:
+    """What a spec asks for beyond softmax over all visible keys, as "field=value"."""
+    asked = [f for f in fields(spec) if f.name not in PLAIN and getattr(spec, f.name) != f.default]
+    return [f"{f.name}={getattr(spec, f.name)}" for f in asked]
+
+
 def require_plain(spec: AttentionSpec) -> None:
-    """Raises Unsupported for a spec that asks for more than softmax over all visible keys."""
-    for variant in fields(spec):
-        if variant.name not in PLAIN:
-            value = getattr(spec, variant.name)
-            require(value == variant.default, f"serves no {variant.name}={value}")
+    """Raises Unsupported for a spec with variants."""
+    asked = variants_of(spec)
+    require(not asked, f"serves no {', '.join(asked)}")
