@@ -22,7 +22,7 @@ from octavo.bench.implementations.base import require_plain
 from octavo.bench.measure import MAX_REPS, MIN_REPS, CudaClock, Spread, Subject, interleave
 from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
 from octavo.bench.results import Context
-from octavo.bench.worker import _Case
+from octavo.bench.worker import PEERS_LSE_SLACK, _Case
 from octavo.bench.workloads import Inputs, Workload, make_inputs
 from octavo.problem import AttentionSpec
 from octavo.reference import reference
@@ -332,6 +332,14 @@ def test_the_gate_finds_the_one_wrong_row() -> None:
         off = lse.clone()
         off[row, 2] += 0.01
         assert f"row {row} " in gate.judge(right, off).message
+
+
+def test_a_peers_lse_may_be_coarse_but_not_wrong() -> None:
+    inputs = _inputs((5, 3), (9, 12))
+    gate = Gate.of(inputs)
+    out, lse = octavo.attend(inputs.q, inputs.kv, inputs.batch)
+    assert gate.judge(out, lse + 0.002, PEERS_LSE_SLACK).ok and not gate.judge(out, lse + 0.002).ok
+    assert not gate.judge(out, lse + 0.005, PEERS_LSE_SLACK).ok
 
 
 def test_the_estimate_is_the_oracle_in_float32() -> None:
