@@ -318,14 +318,19 @@ def test_streams_at_once(launches):
 
 
 @on_hopper
-def test_maps_are_kept_by_layout_and_stream():
+def test_maps_are_kept_by_layout():
+    """One pair serves every stream, and a graph captured on another than the one it was written on."""
     k, v = (torch.zeros(64, 1, 2, 128, device=DEVICE, dtype=BF16) for _ in range(2))
     maps = tensor_maps.TensorMaps()
     first = maps.find(k, v, tensor_maps.RUNS_FLAT)
     assert maps.find(k, v, tensor_maps.RUNS_FLAT) is first and first.shape == (2 * tensor_maps.MAP_BYTES,)
     assert maps.find(k, v[:32], tensor_maps.RUNS_FLAT) is not first
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert maps.find(k, v, tensor_maps.RUNS_FLAT) is not first
+        assert maps.find(k, v, tensor_maps.RUNS_FLAT) is first
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert maps.find(k, v, tensor_maps.RUNS_FLAT) is first
+        assert maps.find(k[:16], v, tensor_maps.RUNS_FLAT) is None
+        torch.zeros(1, device=DEVICE)
 
 
 @on_hopper

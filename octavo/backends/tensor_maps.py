@@ -33,6 +33,25 @@ def box_rows(page_size: int) -> int:
     return MIN_ROWS if page_size % MAX_ROWS and page_size % MIN_ROWS == 0 else MAX_ROWS
 
 
+class _Pair:
+    """Descriptors of K and V in device memory, the bytes they are copied from, and when they have arrived."""
+
+    def __init__(self, maps: Tensor, encoded: bytes) -> None:
+        self.maps, self.words = maps, torch.frombuffer(bytearray(encoded), dtype=torch.uint8).pin_memory()
+        self.stream, self.arrived = current_stream(maps.get_device()), torch.cuda.Event()
+        self.is_there = False
+        maps.copy_(self.words, non_blocking=True)
+        self.arrived.record(torch.cuda.current_stream(maps.device))
+
+    def on_current_stream(self) -> Tensor:
+        """The descriptors, which work of the current stream finds written."""
+        if not self.is_there and current_stream(self.maps.get_device()) != self.stream:
+            self.is_there = self.arrived.query()
+            if not self.is_there:
+                torch.cuda.current_stream(self.maps.device).wait_event(self.arrived)
+        return self.maps
+
+
 class TensorMaps:
     """Pairs of descriptors by what they describe. A descriptor is a pure function of its key, so none grows stale.
 
@@ -40,26 +59,28 @@ class TensorMaps:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Tensor] = {}
+        self._known: dict[Hashable, _Pair] = {}
         self._room: dict[torch.device, list[Tensor]] = {}
 
     def find(self, k_cache: Tensor, v_cache: Tensor, form: int) -> Tensor | None:
-        """Descriptors of K and V, 128 bytes each, ready on the current stream.
+        """Descriptors of K and V, 128 bytes each, for work of the current stream.
 
-        None where the driver refuses the layout, MAX_MAPS are in use, or a graph is being captured that would only
-        write the descriptors when it is replayed: run once before capturing.
+        None where the driver refuses the layout, MAX_MAPS are in use, or a graph is being captured and the caches were
+        not met before: run once before capturing. Known descriptors that a capture takes must have been written when
+        the graph is replayed; torch.cuda.graph synchronises when it begins.
         """
-        device, stream = k_cache.device, current_stream(k_cache.get_device())
         looks = ((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (k_cache, v_cache))
-        key = (device, stream, form, *looks)
-        found = self._known.get(key)
-        if found is None and len(self._known) < MAX_MAPS and not torch.cuda.is_current_stream_capturing():
-            encoded = [_encode(x, form) for x in (k_cache, v_cache)]
-            if None not in encoded:
-                found = self._known[key] = self._take(device)
-                words = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)  # type: ignore[arg-type]
-                found.copy_(words.pin_memory(), non_blocking=True)
-        return found
+        key = (k_cache.device, form, *looks)
+        pair, capturing = self._known.get(key), torch.cuda.is_current_stream_capturing()
+        if pair is not None:
+            return pair.maps if capturing else pair.on_current_stream()
+        if capturing or len(self._known) >= MAX_MAPS:
+            return None
+        encoded = [_encode(x, form) for x in (k_cache, v_cache)]
+        if encoded[0] is None or encoded[1] is None:
+            return None
+        pair = self._known[key] = _Pair(self._take(k_cache.device), encoded[0] + encoded[1])
+        return pair.maps
 
     def _take(self, device: torch.device) -> Tensor:
         room = self._room.setdefault(device, [])
