@@ -2,12 +2,16 @@
 
 import importlib
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from octavo.shapes import Tensor
+
+Value = TypeVar("Value")
 
 
 class _Compiled(NamedTuple):
@@ -121,8 +125,25 @@ class Scratch:
         if found is None or found[0].numel() < words or found[1].numel() < zeros:
             if found is not None:
                 words, zeros = max(words, found[0].numel()), max(zeros, found[1].numel())
-            found = self._buffers[stream] = _scratch(words, zeros, device)
+            found = self._buffers[stream] = kept(partial(_scratch, words, zeros, device), device)
         return found
+
+
+def kept(make: Callable[[], Value], device: torch.device) -> Value:
+    """What `make` allocates on the current stream, to be kept from call to call.
+
+    In a thread of its own, as what a thread allocates while PyTorch's compiled graphs warm up is taken for the graph's.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> Value:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make_on_stream).result()
 
 
 def _scratch(words: int, zeros: int, device: torch.device) -> tuple[Tensor, Tensor]:

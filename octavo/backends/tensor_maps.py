@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from octavo.backends.launch import current_stream
+from octavo.backends.launch import current_stream, kept
 from octavo.shapes import Tensor
 
 RUNS_NEVER, RUNS_FLAT, RUNS_IN_PAGE = 0, 1, 2
@@ -85,7 +85,8 @@ class TensorMaps:
     def _take(self, device: torch.device) -> Tensor:
         room = self._room.setdefault(device, [])
         if not room:
-            room += torch.empty(MAPS_AT_A_TIME, 2 * MAP_BYTES, dtype=torch.uint8, device=device).unbind()
+            shape = (MAPS_AT_A_TIME, 2 * MAP_BYTES)
+            room += kept(lambda: torch.empty(shape, dtype=torch.uint8, device=device), device).unbind()
         return room.pop()
 
 
