@@ -1,15 +1,17 @@
 """What is to be computed: frozen, self-validating, printable values. Nothing here touches tensor contents."""
 
+import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 
 from octavo.errors import fail
-from octavo.shapes import BlockTable, Indptr, PageIds, PerSequence, Tensor
+from octavo.paged_batch import INDEX_DTYPES, PagedBatch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INDEX_DTYPES = (torch.int32, torch.int64)
+KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
@@ -25,6 +27,14 @@ class AttentionSpec:
         page_size: keys per page, any integer >= 1.
         causal: bottom-right aligned: query i of a sequence sees keys j <= i + kv_len - q_len.
         dtype: of q, k and v: bfloat16, float16 or float32.
+        window_left: keys before its own position that a row sees; -1 means all. Row t of a sequence has the position
+            i = kv_len - q_len + t and sees keys j >= i - window_left.
+        window_right: keys after its own position that a row sees, j <= i + window_right; -1 means all. Not with causal.
+        logits_soft_cap: c > 0 makes logits s into c * tanh(s / c); 0 leaves them.
+        sinks: every call brings a logit per query head that joins the softmax's denominator.
+        alibi: every call brings a slope per query head; slope * (j - i) is added to the scaled logits, before the cap.
+        custom_mask: the batch brings a mask per sequence, see `PagedBatch.with_mask`. It replaces causal.
+        kv_dtype: of k and v where it is not dtype's: float8_e4m3fn or float8_e5m2.
 
     Raises:
         ValueError, TypeError: with what was expected, what came and how to fix it.
@@ -40,6 +50,15 @@ class AttentionSpec:
     page_size: int = 1
     causal: bool = True
     dtype: torch.dtype = torch.bfloat16
+    _: KW_ONLY
+    window_left: int = -1
+    window_right: int = -1
+    logits_soft_cap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    custom_mask: bool = False
+    kv_dtype: torch.dtype | None = None
+    _variants: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.value_dim is None:
@@ -61,6 +80,26 @@ class AttentionSpec:
             fail("causal", "a bool", repr(self.causal), "pass True or False", TypeError)
         if self.dtype not in DTYPES:
             fail("dtype", "bfloat16, float16 or float32", self.dtype, "cast q, k and v", TypeError)
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", None)
+        _check_variants(self)
+        used = tuple(name for name, plain in PLAIN_VALUES.items() if getattr(self, name) != plain)
+        object.__setattr__(self, "_variants", used)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of the variants that are used, in field order."""
+        return self._variants
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no variant is used."""
+        return not self._variants
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """dtype of k and v."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def group_size(self) -> int:
@@ -78,130 +117,45 @@ class AttentionSpec:
         """1 / sqrt(head_dim)."""
         return 1.0 / math.sqrt(self.head_dim)
 
-
-@dataclass(frozen=True, eq=False)
-class PagedBatch:
-    """One step's batch: where each sequence's queries and pages are. Build it with `csr` or `dense`; nothing is copied.
-
-    qo_indptr [B + 1]: token offsets of each sequence's queries.
-    page_table: kv_indices [entries] (CSR) or block_table [B, max_pages] (dense): page ids.
-    kv_indptr [B + 1], last_page_len [B]: CSR only; last_page_len may be None when page_size is 1.
-    kv_lens [B]: dense only; keys of each sequence.
-
-    Index tensors are int32 or int64, each its own, all on one device.
-    """
-
-    qo_indptr: Indptr
-    page_table: Tensor
-    kv_indptr: Indptr | None = None
-    last_page_len: PerSequence | None = None
-    kv_lens: PerSequence | None = None
-
-    @classmethod
-    def csr(
-        cls, qo_indptr: Indptr, kv_indptr: Indptr, kv_indices: PageIds, last_page_len: PerSequence | None = None
-    ) -> "PagedBatch":
-        """FlashInfer's form. Raises ValueError or TypeError when shapes, dtypes or devices do not fit together."""
-        for name, x in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
-            _check_index(name, x, rank=1)
-        batch_size = _check_indptr(qo_indptr)
-        if kv_indptr.shape[0] != batch_size + 1:
-            same = f"as many elements as qo_indptr ({batch_size + 1})"
-            fail("kv_indptr", same, kv_indptr.shape[0], "both hold one offset per sequence plus one")
-        if last_page_len is not None:
-            _check_index("last_page_len", last_page_len, rank=1)
-            _check_per_sequence("last_page_len", last_page_len, batch_size)
-        batch = cls(qo_indptr, kv_indices, kv_indptr=kv_indptr, last_page_len=last_page_len)
-        batch._check_one_device()
-        return batch
-
-    @classmethod
-    def dense(cls, qo_indptr: Indptr, block_table: BlockTable, kv_lens: PerSequence) -> "PagedBatch":
-        """vLLM's and FlashAttention's form: block_table [B, max_pages], kv_lens [B]. No conversion copy is made.
-
-        Entries of block_table past a sequence's last page are never read.
-        """
-        _check_index("qo_indptr", qo_indptr, rank=1)
-        _check_index("block_table", block_table, rank=2)
-        _check_index("kv_lens", kv_lens, rank=1)
-        batch_size = _check_indptr(qo_indptr)
-        _check_per_sequence("kv_lens", kv_lens, batch_size)
-        _check_per_sequence("block_table", block_table, batch_size)
-        batch = cls(qo_indptr, block_table, kv_lens=kv_lens)
-        batch._check_one_device()
-        return batch
-
-    def _check_one_device(self) -> None:
-        for name, x in self.tensors().items():
-            if x.device != self.device:
-                fail(name, f"on {self.device} like qo_indptr", x.device, "keep all index tensors on one device")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The index tensors that are set, by their public names."""
-        named = {
-            "qo_indptr": self.qo_indptr,
-            "block_table" if self.is_dense else "kv_indices": self.page_table,
-            "kv_indptr": self.kv_indptr,
-            "last_page_len": self.last_page_len,
-            "kv_lens": self.kv_lens,
-        }
-        return {name: x for name, x in named.items() if x is not None}
-
-    def fields(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(qo_indptr, page_table, kv_indptr, last_page_len, kv_lens)."""
-        return self.qo_indptr, self.page_table, self.kv_indptr, self.last_page_len, self.kv_lens
-
-    def to(self, device: torch.device | str) -> "PagedBatch":
-        """The same batch with all index tensors on `device`."""
-
-        def move(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device)
-
-        return PagedBatch(
-            self.qo_indptr.to(device),
-            self.page_table.to(device),
-            move(self.kv_indptr),
-            move(self.last_page_len),
-            move(self.kv_lens),
-        )
-
-    @property
-    def is_dense(self) -> bool:
-        return self.kv_lens is not None
-
-    @property
-    def num_sequences(self) -> int:
-        return self.qo_indptr.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.qo_indptr.device
-
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}={list(x.shape)}" for name, x in self.tensors().items())
-        return f"PagedBatch({'dense' if self.is_dense else 'csr'}, {shapes}, {self.device})"
+        names = [f.name for f in dataclasses.fields(self) if f.name not in PLAIN_VALUES or f.name in self._variants]
+        return f"AttentionSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-def _check_index(name: str, x: object, rank: int) -> None:
-    if not isinstance(x, Tensor):
-        fail(name, "a tensor", type(x).__name__, "torch.tensor(..., dtype=torch.int32)", TypeError)
-    if x.dtype not in INDEX_DTYPES:
-        fail(name, "int32 or int64", x.dtype, f"{name}.to(torch.int32)", TypeError)
-    if x.dim() != rank:
-        fail(name, f"{rank} dimension(s)", f"shape {list(x.shape)}", "see PagedBatch for its shape")
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        fail(name, "a contiguous last dimension", f"strides {x.stride()}", f"{name}.contiguous()")
+PLAIN_VALUES: dict[str, object] = {
+    "window_left": -1,
+    "window_right": -1,
+    "logits_soft_cap": 0.0,
+    "sinks": False,
+    "alibi": False,
+    "custom_mask": False,
+    "kv_dtype": None,
+}
+"""The variants, each with the value that leaves it out."""
 
 
-def _check_indptr(qo_indptr: Tensor) -> int:
-    if qo_indptr.shape[0] < 1:
-        fail("qo_indptr", "at least one element", "none", "an empty batch is torch.tensor([0])")
-    return qo_indptr.shape[0] - 1
-
-
-def _check_per_sequence(name: str, x: Tensor, batch_size: int) -> None:
-    if x.shape[0] != batch_size:
-        fail(name, f"one row per sequence ({batch_size})", x.shape[0], "qo_indptr has one element more")
+def _check_variants(spec: AttentionSpec) -> None:
+    for name in ("window_left", "window_right"):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            fail(name, "an int", repr(value), "pass a plain Python int, -1 for no window", TypeError)
+        if value < -1:
+            fail(name, "at least -1", value, "-1 means no window, 0 the row's own key alone")
+    if spec.window_right >= 0 and spec.causal:
+        got = f"window_right={spec.window_right} and causal=True"
+        fail("window_right", "-1 where causal", got, "a causal row sees no later key: pass causal=False, or -1")
+    cap = spec.logits_soft_cap
+    if not isinstance(cap, (int, float)) or isinstance(cap, bool):
+        fail("logits_soft_cap", "a float", repr(cap), "pass a plain Python float, 0.0 for none", TypeError)
+    if not 0.0 <= cap < math.inf:
+        fail("logits_soft_cap", "a finite number, 0 or more", cap, "0.0 means no cap")
+    for name in ("sinks", "alibi", "custom_mask"):
+        value = getattr(spec, name)
+        if not isinstance(value, bool):
+            fix = f"the spec says whether there are {name}; the values go with the call"
+            fail(name, "a bool", type(value).__name__, fix, TypeError)
+    if spec.kv_dtype is not None and spec.kv_dtype not in KV_DTYPES:
+        fail("kv_dtype", f"{spec.dtype}, float8_e4m3fn, float8_e5m2 or None", spec.kv_dtype, "cast k and v", TypeError)
 
 
 @dataclass(frozen=True)
@@ -218,3 +172,6 @@ class Arch:
     def sm(self) -> int:
         """Compute capability as one number: 90 for sm_90, 0 where there is none."""
         return 10 * self.capability[0] + self.capability[1]
+
+
+__all__ = ["DTYPES", "INDEX_DTYPES", "KV_DTYPES", "PLAIN_VALUES", "Arch", "AttentionSpec", "PagedBatch"]

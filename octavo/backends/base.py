@@ -1,11 +1,29 @@
 """What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
+
+
+class Extras(NamedTuple):
+    """Values of one call's variants; those that the spec leaves out are None."""
+
+    sinks: Tensor | None = None
+    """[Hq] float32: natural logits."""
+    alibi_slopes: Tensor | None = None
+    """[Hq] float32."""
+    k_scale: Tensor | float | None = None
+    """Multiplied with k: a number, or [Hkv] float32."""
+    v_scale: Tensor | float | None = None
+
+
+def lacks(spec: AttentionSpec | None, carried: Container[str] = ()) -> str | None:
+    """Why a backend that carries these variants cannot serve `spec`, or None."""
+    absent = [] if spec is None else [name for name in spec.variants if name not in carried]
+    return f"does not carry {' and '.join(absent)} yet" if absent else None
 
 
 class AttentionCall(NamedTuple):
@@ -25,6 +43,8 @@ class AttentionCall(NamedTuple):
     """Work items written by `Backend.plan`, or None: then the backend plans inside the call."""
     form: PlanForm | None = None
     """Form that the plan was made in; None where plan is None: then the backend chooses."""
+    extras: Extras | None = None
+    """None where the spec is plain. A batch with a mask has mask_indptr."""
 
 
 Prepared = Callable[[AttentionCall], None]

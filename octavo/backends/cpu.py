@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from octavo.backends import cpu_attention
-from octavo.backends.base import AttentionCall, Prepared
+from octavo.backends.base import AttentionCall, Prepared, lacks
 from octavo.backends.cpu_pages import sequences_of
 from octavo.backends.cpu_tiles import fold_state
 from octavo.errors import fail
@@ -22,7 +22,7 @@ class CpuBackend:
     name = "cpu"
 
     def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
-        return None if arch.kind in ("cpu", "interpreter") else "tensors are on a GPU"
+        return lacks(spec) if arch.kind in ("cpu", "interpreter") else "tensors are on a GPU"
 
     def plan_form(
         self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False

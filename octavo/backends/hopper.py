@@ -63,6 +63,8 @@ class HopperBackend(TritonBackend):
 
 
 def _not_served(spec: AttentionSpec) -> str | None:
+    if not spec.is_plain:
+        return f"needs a plain spec, got {', '.join(spec.variants)}"
     if spec.head_dim not in HEAD_DIMS or spec.v_dim != spec.head_dim:
         return f"needs head_dim and value_dim alike, one of {HEAD_DIMS}, got {spec.head_dim} and {spec.v_dim}"
     if spec.dtype not in DTYPES:

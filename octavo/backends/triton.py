@@ -4,7 +4,7 @@ import functools
 import importlib.util
 
 from octavo.backends.arch import arch_of
-from octavo.backends.base import AttentionCall, Prepared
+from octavo.backends.base import AttentionCall, Prepared, lacks
 from octavo.backends.constants import APPEND_TOKENS, INLINE_SEQUENCES, MERGE_ROWS, append_constants, merge_constants
 from octavo.backends.launch import Launcher, alignment
 from octavo.backends.portable import DEFAULT_TUNING, InlineRun, ListRun, Tuning, table_of
@@ -36,7 +36,7 @@ class TritonBackend:
             return "Triton is not installed"
         if arch.kind == "cuda" and arch.sm < MIN_CAPABILITY:
             return f"needs compute capability 8.0, {arch.name} has {arch.capability[0]}.{arch.capability[1]}"
-        return None
+        return lacks(spec)
 
     def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
         """Rows of a tile in the main list."""
