@@ -20,7 +20,18 @@ from octavo.bench.gate import Gate
 from octavo.bench.implementations import DEFAULT, RECORDED, Prepared, Unsupported, find, torch_extra
 from octavo.bench.implementations.base import require_plain
 from octavo.bench.measure import MAX_REPS, MIN_REPS, CudaClock, Spread, Subject, interleave
-from octavo.bench.problems import ROWS, SETS, SPEC, Problem, named, parse_case, problem_set, select
+from octavo.bench.problems import (
+    ROWS,
+    SETS,
+    SPEC,
+    Problem,
+    named,
+    parse_case,
+    problem_set,
+    select,
+    spec_as_json,
+    spec_from_json,
+)
 from octavo.bench.results import Context
 from octavo.bench.worker import PEERS_LSE_SLACK, _Case
 from octavo.bench.workloads import Inputs, Workload, make_inputs
@@ -56,11 +67,20 @@ def test_sets_hold_distinct_problems_that_survive_json(name: str, device: str) -
             assert again.spec == problem.spec and again.workload.kv_lens == problem.workload.kv_lens
 
 
+def test_specs_without_variants_can_be_read_by_a_revision_that_has_none() -> None:
+    plain = {"num_qo_heads", "num_kv_heads", "head_dim", "value_dim", "page_size", "causal", "dtype"}
+    assert set(spec_as_json(SPEC)) == plain
+    variant = AttentionSpec(4, 2, 32, window_left=7, kv_dtype=torch.float8_e4m3fn)
+    row = json.loads(json.dumps(spec_as_json(variant)))
+    assert set(row) == plain | {"window_left", "kv_dtype"} and spec_from_json(row) == variant
+
+
 def test_sweeps_vary_what_they_say() -> None:
     assert {p.spec.page_size for p in problem_set("page", SPEC)} >= {1, 16, 128}
     assert {p.spec.head_dim for p in problem_set("dim", SPEC)} >= {64, 80, 192, 256}
     assert {p.spec.group_size for p in problem_set("heads", SPEC)} >= {1, 8, 16}
-    assert len({len(p.workload.qo_lens) for p in problem_set("batch", SPEC)}) >= 8
+    batches = [len(p.workload.qo_lens) for p in problem_set("batch", SPEC)]
+    assert min(batches) == 1 and max(batches) == 4096 and len(set(batches)) >= 8
     keys = {p.workload.kv_lens[0] for p in problem_set("context", SPEC)}
     assert min(keys) == 1024 and max(keys) == 1 << 20
     assert {p.pages for p in problem_set("order", SPEC)} == {"scattered", "consecutive"}

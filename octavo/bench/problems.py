@@ -55,8 +55,12 @@ class Problem:
 
 
 def spec_as_json(spec: AttentionSpec) -> dict[str, Any]:
-    """Every field by name; dtypes as "bfloat16"."""
-    row = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    """Fields by name, those of variants where they are not their default: other revisions may not know them.
+
+    Dtypes as "bfloat16".
+    """
+    values = [(field, getattr(spec, field.name)) for field in fields(spec)]
+    row = {field.name: value for field, value in values if not field.kw_only or value != field.default}
     return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in row.items()}
 
 
@@ -149,7 +153,7 @@ class _SweepScale:
     prefill: str
     decode: str
     top: int
-    """Longest square problem of the keys sweep, largest batch of the batch sweep times 128."""
+    """Longest square problem of the keys sweep."""
     step: int
 
     @classmethod
@@ -163,8 +167,9 @@ def named(names: Iterable[str], spec: AttentionSpec) -> list[Problem]:
 
 
 def _batch_sweep(spec: AttentionSpec, scale: _SweepScale) -> list[Problem]:
-    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n * 128 <= scale.top][:: scale.step]
-    keys = scale.decode.split("/")[1]
+    """From one sequence on, with so few keys each that the largest batch's fit next to copies that peers gather."""
+    most, keys = (4096, "1k") if scale.top > 1024 else (8, "512")
+    sizes = [1 << i for i in range(most.bit_length())][:: scale.step]
     return named([f"decode {n}x1/{keys}" for n in sizes], spec)
 
 
