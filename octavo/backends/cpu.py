@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from octavo.backends import cpu_attention
-from octavo.backends.base import AttentionCall, Prepared, lacks
+from octavo.backends import cpu_attention, cpu_variants
+from octavo.backends.base import AttentionCall, Prepared
 from octavo.backends.cpu_pages import sequences_of
 from octavo.backends.cpu_tiles import fold_state
 from octavo.errors import fail
@@ -22,7 +22,7 @@ class CpuBackend:
     name = "cpu"
 
     def reject(self, spec: AttentionSpec | None, arch: Arch) -> str | None:
-        return lacks(spec) if arch.kind in ("cpu", "interpreter") else "tensors are on a GPU"
+        return None if arch.kind in ("cpu", "interpreter") else "tensors are on a GPU"
 
     def plan_form(
         self, spec: AttentionSpec, num_tokens: int, batch: PagedBatch, arch: Arch, batch_invariant: bool = False
@@ -46,7 +46,10 @@ class CpuBackend:
         raise ValueError("plan: the CPU backend makes no device plan")
 
     def attend(self, call: AttentionCall) -> None:
-        cpu_attention.attend(call)
+        if call.spec.is_plain:
+            cpu_attention.attend(call)
+        else:
+            cpu_variants.attend(call)
 
     def prepare(self, call: AttentionCall) -> Prepared:
         return self.attend
