@@ -1,5 +1,6 @@
 """PyTorch's own attention. On a GPU over K/V gathered per sequence before the clock; on the CPU the gather is timed."""
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +9,15 @@ from functools import partial
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from octavo.bench.implementations.base import Implementation, Prepared, Result, require, require_plain
 from octavo.bench.workloads import Inputs
 from octavo.problem import AttentionSpec
 from octavo.reference import gather_pages, page_ids, sequence_lengths
 from octavo.shapes import Tensor
+
+_BIAS = "torch.nn.attention.bias"
+"""Imports torch._dynamo, which takes as long as PyTorch itself: only where it is used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ def _attend(group: Sequences, spec: AttentionSpec) -> Tensor:
         return functional.scaled_dot_product_attention(group.q, group.k, group.v, enable_gqa=gqa)
     if q_len == kv_len:
         return functional.scaled_dot_product_attention(group.q, group.k, group.v, is_causal=True, enable_gqa=gqa)
-    mask = causal_lower_right(q_len, kv_len)
+    mask = importlib.import_module(_BIAS).causal_lower_right(q_len, kv_len)
     return functional.scaled_dot_product_attention(group.q, group.k, group.v, attn_mask=mask, enable_gqa=gqa)
 
 
@@ -127,4 +130,6 @@ _MAKE: dict[str, Callable[[Inputs], Prepared]] = {
 
 
 def load(name: str) -> Implementation:
+    if name == "sdpa-flash":
+        importlib.import_module(_BIAS)
     return Implementation(name, _MAKE[name], {"torch": torch.__version__})
