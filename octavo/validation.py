@@ -2,24 +2,28 @@
 
 import functools
 import math
+from typing import Any
 
 import torch
 
 from octavo.errors import fail
 from octavo.kv_cache import PagedKV
-from octavo.problem import AttentionSpec, PagedBatch
+from octavo.problem import KV_DTYPES, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
+from octavo.variants import check_mask
 
 
-def spec_of(q: Tensor, kv: PagedKV, causal: bool = True) -> AttentionSpec:
-    """The spec that the tensors' shapes imply."""
+def spec_of(q: Tensor, kv: PagedKV, causal: bool = True, **variants: Any) -> AttentionSpec:
+    """The spec that the tensors' shapes and dtypes imply; variants: further fields."""
     if not isinstance(q, Tensor):
         fail("q", "a tensor", type(q).__name__, "pass q as [tokens, qo_heads, head_dim]", TypeError)
     if q.dim() != 3:
         fail("q", "3 dimensions [tokens, qo_heads, head_dim]", f"shape {list(q.shape)}", "q.view(tokens, heads, dim)")
     value_dim = kv.v_cache.shape[3]
+    if kv.k_cache.dtype in KV_DTYPES:
+        variants["kv_dtype"] = kv.k_cache.dtype
     make = AttentionSpec if torch.compiler.is_compiling() else _spec  # Dynamo traces no cache.
-    return make(q.shape[1], kv.num_kv_heads, q.shape[2], value_dim, kv.page_size, causal, q.dtype)
+    return make(q.shape[1], kv.num_kv_heads, q.shape[2], value_dim, kv.page_size, causal, q.dtype, **variants)
 
 
 # Specs of a model are few and asked for at every call; a raised error is not kept.
@@ -44,8 +48,9 @@ def check_cache(spec: AttentionSpec, kv: PagedKV) -> None:
     check_shape("k_cache", k, (None, spec.page_size, spec.num_kv_heads, spec.head_dim))
     check_shape("v_cache", v, (k.shape[0], spec.page_size, spec.num_kv_heads, spec.v_dim))
     for name, x in (("k_cache", k), ("v_cache", v)):
-        if x.dtype != spec.dtype:
-            fail(name, f"dtype {spec.dtype} like q", x.dtype, f"{name}.to({spec.dtype})", TypeError)
+        if x.dtype != spec.cache_dtype:
+            like = "like q" if spec.kv_dtype is None else "as the spec says"
+            fail(name, f"dtype {spec.cache_dtype} {like}", x.dtype, f"{name}.to({spec.cache_dtype})", TypeError)
         check_last_dim(name, x)
     check_device("v_cache", v, k.device)
 
@@ -58,6 +63,11 @@ def check_batch(spec: AttentionSpec, batch: PagedBatch) -> None:
             None,
             "pass the number of keys in each sequence's last page, 1 to page_size",
         )
+    if spec.custom_mask != (batch.custom_mask is not None):
+        expected = (
+            "a mask as the spec has custom_mask" if spec.custom_mask else "no mask as the spec has no custom_mask"
+        )
+        fail("batch", expected, repr(batch), "AttentionSpec(..., custom_mask=True) goes with batch.with_mask(mask)")
 
 
 def check_outputs(spec: AttentionSpec, q: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
@@ -149,6 +159,8 @@ def check_values(spec: AttentionSpec, batch: PagedBatch, num_tokens: int | None,
         _check_dense_values(spec, batch, num_pages)
     else:
         _check_csr_values(spec, batch, num_pages)
+    if batch.custom_mask is not None:
+        check_mask(spec, batch)
 
 
 def _check_rising(name: str, x: Tensor) -> None:

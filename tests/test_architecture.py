@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import its own layer and those to its left.
 BASE = ("errors", "shapes", "paged_batch", "problem", "kv_cache", "work_item")
-LAYERS = (BASE, ("validation", "reference"), ("planning", "kernels"), ("backends",), ("ops", "calls"))
+LAYERS = (BASE, ("variants", "validation", "reference"), ("planning", "kernels"), ("backends",), ("ops", "calls"))
 LAYERS += (("api", "batch_attention", "append", "merge", "cascade"), ("", "__init__"), ("aot", "bench"))
 LAYERS += (("compat", "integrations"), ("cli", "__main__"))
 

@@ -6,18 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
-
-
-class Extras(NamedTuple):
-    """Values of one call's variants; those that the spec leaves out are None."""
-
-    sinks: Tensor | None = None
-    """[Hq] float32: natural logits."""
-    alibi_slopes: Tensor | None = None
-    """[Hq] float32."""
-    k_scale: Tensor | float | None = None
-    """Multiplied with k: a number, or [Hkv] float32."""
-    v_scale: Tensor | float | None = None
+from octavo.variants import Extras as Extras
 
 
 def lacks(spec: AttentionSpec | None, carried: Container[str] = ()) -> str | None:
