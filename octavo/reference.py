@@ -83,7 +83,9 @@ def reference(
                     row = q[start + token].cpu().double()
                     distance = (seen - (kv_len - q_len + token)).double()
                     bias = None if slopes is None else slopes[:, None] * distance
-                    out[i], lse[i] = attend_row(row, k[seen], v[seen], scale, bias, spec.logits_soft_cap, sinks)
+                    # Without a mask they follow each other: a slice copies nothing.
+                    at = seen if mask is not None else slice(int(seen[0]), int(seen[-1]) + 1)
+                    out[i], lse[i] = attend_row(row, k[at], v[at], scale, bias, spec.logits_soft_cap, sinks)
         start += q_len
     return out, lse
 
