@@ -1,6 +1,7 @@
 """The public operator in one call: `run`, and `attend` over canonical values."""
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from octavo.planning.form import PlanForm
 from octavo.problem import AttentionSpec, PagedBatch
 from octavo.shapes import Indptr, KeyCache, LogSumExp, Output, PageIds, PerSequence, Queries, Tensor, ValueCache
 from octavo.validation import check_call, check_scale, check_values, reads_values, spec_of
+from octavo.variants import Extras, check_base, check_extras, in_base, look_of_variants, spec_fields
 
 READY: Remembered[Ready] = Remembered()
 
@@ -34,6 +36,8 @@ def run(
     batch_invariant: bool = False,
     validate: bool = False,
     backend: str | None = None,
+    lse_base: int | str = 2,
+    **variants: Any,
 ) -> tuple[Output, LogSumExp]:
     """Paged grouped-query attention over a CSR page table.
 
@@ -51,10 +55,15 @@ def run(
             queries are then cut into at most 16 parts, by their number alone.
         validate: also check index values on a GPU, which synchronises; on the CPU they always are.
         backend: name of the backend to use; None chooses (see `octavo info`).
+        lse_base: 2: lse is log2(sum(exp(s))); "e": the natural logarithm.
+        variants: window_left, window_right, logits_soft_cap: as in AttentionSpec. sinks [qo_heads] float32: natural
+            logits that join the softmax's denominator. alibi_slopes [qo_heads] float32. k_scale, v_scale: float or
+            float32 tensor of shape [] or [kv_heads], multiplied with fp8 keys and values. See docs/numerics.md.
 
     Returns:
-        (out [tokens, qo_heads, value_dim] in q's dtype, lse [tokens, qo_heads] float32, base 2). A row that sees no key
-        has out 0 and lse -inf. CPU tensors on a machine with a CUDA device are computed there and returned to the CPU.
+        (out [tokens, qo_heads, value_dim] in q's dtype, lse [tokens, qo_heads] float32). A row that sees no key has out
+        0 and lse -inf, or its sink's. CPU tensors on a machine with a CUDA device are computed there and returned to
+        the CPU.
 
     Raises:
         ValueError, TypeError: what was expected, what came, how to fix it; nothing is written.
@@ -67,7 +76,7 @@ def run(
     """
     fields = (qo_indptr, kv_indices, kv_indptr, last_page_len, None)
     options = (causal, batch_invariant, backend)
-    if not validate:
+    if not validate and not variants and lse_base == 2:
         ready = _recall(_look(q, k_cache, v_cache, fields, options, isinstance(sm_scale, Tensor)))
         if ready is not None:
             return _attend_ready(ready, q, k_cache, v_cache, PagedBatch(*fields), sm_scale)
@@ -80,6 +89,8 @@ def run(
         batch_invariant=batch_invariant,
         validate=validate,
         backend=backend,
+        lse_base=lse_base,
+        **variants,
     )
 
 
@@ -93,25 +104,37 @@ def attend(
     batch_invariant: bool = False,
     validate: bool = False,
     backend: str | None = None,
+    lse_base: int | str = 2,
+    **variants: Any,
 ) -> tuple[Output, LogSumExp]:
-    """`run` over canonical values: any cache layout (`PagedKV`), any page table form (`PagedBatch`)."""
+    """`run` over canonical values: any cache layout (`PagedKV`), any page table form (`PagedBatch`), custom masks."""
+    check_base(lse_base)
     options = (causal, batch_invariant, backend)
     look = _look(q, kv.k_cache, kv.v_cache, batch.fields(), options, isinstance(sm_scale, Tensor))
+    if look is not None and (variants or batch.custom_mask is not None):
+        look = look, look_of_variants(variants, batch)
     ready = None if validate else _recall(look)
     if ready is not None:
-        return _attend_ready(ready, q, kv.k_cache, kv.v_cache, batch, sm_scale)
-    spec = spec_of(q, kv, causal)
+        extras = None if ready.spec.is_plain else check_extras(ready.spec, variants, q.device)
+        batch = batch.with_mask_indptr(ready.spec.page_size)
+        out, lse = _attend_ready(ready, q, kv.k_cache, kv.v_cache, batch, sm_scale, extras)
+        return out, in_base(lse, lse_base)
+    plain = not variants and batch.custom_mask is None
+    spec = spec_of(q, kv, causal) if plain else spec_of(q, kv, causal, **spec_fields(variants, batch))
+    extras = check_extras(spec, variants, q.device)
     check_call(spec, q, kv, batch)
     if reads_values(q, validate):
         check_values(spec, batch, q.shape[0], kv.num_pages)
+    batch = batch.with_mask_indptr(spec.page_size)
     if q.device.type == "cpu" and torch.cuda.is_available() and backend != "cpu":
         moved = PagedKV(kv.k_cache.cuda(), kv.v_cache.cuda())
-        _, out, lse = _attend_checked(spec, q.cuda(), moved, batch.to("cuda"), sm_scale, options)
-        return out.cpu(), lse.cpu()
-    ready, out, lse = _attend_checked(spec, q, kv, batch, sm_scale, options)
+        moved_extras = None if extras is None else extras.to("cuda")
+        _, out, lse = _attend_checked(spec, q.cuda(), moved, batch.to("cuda"), (sm_scale, moved_extras), options)
+        return out.cpu(), in_base(lse.cpu(), lse_base)
+    ready, out, lse = _attend_checked(spec, q, kv, batch, (sm_scale, extras), options)
     if look is not None and ready is not None:
         READY.put(look, ready)
-    return out, lse
+    return out, in_base(lse, lse_base)
 
 
 def _look(
@@ -141,11 +164,20 @@ def _recall(look: Hashable) -> Ready | None:
 
 
 def _attend_ready(
-    ready: Ready, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, sm_scale: float | Tensor | None
+    ready: Ready,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    sm_scale: float | Tensor | None,
+    extras: Extras | None = None,
 ) -> tuple[Output, LogSumExp]:
     scale, scale_tensor = check_scale(sm_scale, ready.spec.default_scale, q.device)
+    if extras is None and not ready.spec.is_plain:
+        extras = Extras()
     out, lse = ready.empty_outputs(q)
-    ready.run(AttentionCall(ready.spec, batch, q, k_cache, v_cache, out, lse, scale, scale_tensor, None, ready.form))
+    tensors = (q, k_cache, v_cache, out, lse)
+    ready.run(AttentionCall(ready.spec, batch, *tensors, scale, scale_tensor, None, ready.form, extras))
     return out, lse
 
 
@@ -154,10 +186,11 @@ def _attend_checked(
     q: Tensor,
     kv: PagedKV,
     batch: PagedBatch,
-    sm_scale: float | Tensor | None,
+    values: tuple[float | Tensor | None, Extras | None],
     options: Options,
 ) -> tuple[Ready | None, Output, LogSumExp]:
-    causal, batch_invariant, name = options
+    """values: sm_scale, extras."""
+    (causal, batch_invariant, name), (sm_scale, extras) = options, values
     scale, scale_tensor = check_scale(sm_scale, spec.default_scale, q.device)
     form: PlanForm | None = None
     if batch_invariant:
@@ -165,10 +198,12 @@ def _attend_checked(
         form = resolve(spec, arch, name).backend.plan_form(spec, q.shape[0], batch, arch, True)
     if ops.is_traced(q):
         inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(batch), None, scale_tensor, scale)
-        return None, *ops.attention(*inputs, causal=causal, backend=name or "", form=form or ())
+        variants = ops.variant_options(spec, extras, q)
+        return None, *ops.attention(*inputs, causal=causal, backend=name or "", form=form or (), **variants)
     backend = resolve(spec, arch_of(q.device), name).backend
     out, lse = ops.empty_outputs(q, kv.v_cache)
-    call = AttentionCall(spec, batch, q, kv.k_cache, kv.v_cache, out, lse, scale, scale_tensor, None, form)
+    tensors = (q, kv.k_cache, kv.v_cache, out, lse)
+    call = AttentionCall(spec, batch, *tensors, scale, scale_tensor, None, form, extras)
     ready = Ready.of(call, backend)
     ready.run(call)
     return ready, out, lse

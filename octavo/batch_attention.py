@@ -1,7 +1,7 @@
 """BatchAttention: a plan, made once per step, that many layers share."""
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from octavo.validation import (
     check_values,
     reads_values,
 )
+from octavo.variants import Extras, check_base, check_extras, in_base, look_of_variants
 
 
 class _Planner(NamedTuple):
@@ -93,6 +94,8 @@ class BatchAttention:
 
         A plan that raises leaves the previous one usable.
         """
+        if batch.custom_mask is not None:
+            batch = batch.with_mask_indptr(self.spec.page_size)
         traced = ops.is_traced(batch.qo_indptr)
         look: Hashable = None
         if batch.qo_indptr.is_cuda and not validate and not traced:
@@ -143,6 +146,8 @@ class BatchAttention:
             causal=s.causal,
             backend=self.choice.backend.name,
             form=form,
+            window=[s.window_left, s.window_right],
+            kv_dtype=s.kv_dtype,
         )
 
     def _token_bound(self, batch: PagedBatch, num_tokens: int | None) -> int:
@@ -170,6 +175,8 @@ class BatchAttention:
         sm_scale: float | Tensor | None = None,
         out: Output | None = None,
         lse: LogSumExp | None = None,
+        lse_base: int | str = 2,
+        **values: Any,
     ) -> tuple[Output, LogSumExp]:
         """Attention of one layer under the current plan.
 
@@ -178,11 +185,17 @@ class BatchAttention:
             kv: this layer's cache.
             sm_scale: float or 0-d tensor; None means 1 / sqrt(head_dim). A tensor on the GPU is read there.
             out, lse: buffers to write, both or neither.
+            lse_base: 2: lse is log2(sum(exp(s))); "e": the natural logarithm.
+            values: sinks, alibi_slopes, k_scale and v_scale, as in `octavo.run`: those that the spec says.
         """
         batch, planner = self._batch, self._planner
         if batch is None or planner is None:
             raise RuntimeError("BatchAttention.run: expected a plan, got none; fix: call plan(batch) first")
+        check_base(lse_base)
+        extras = check_extras(self.spec, values, q.device) if values or not self.spec.is_plain else None
         look = self._look(planner, q, kv, out, lse, isinstance(sm_scale, Tensor))
+        if look is not None and extras is not None:
+            look = look, look_of_variants(values, batch)
         ready = None if look is None else self._ready.get(look)
         if ready is None:
             check_call(self.spec, q, kv, batch)
@@ -194,17 +207,18 @@ class BatchAttention:
         scale, scale_tensor = check_scale(sm_scale, self.spec.default_scale, q.device)
         plan = self._workspace if planner.form else None
         if ops.is_traced(q):
-            return self._run_traced(q, kv, (plan, scale_tensor, scale), out, lse)
+            out, lse = self._run_traced(q, kv, (plan, scale_tensor, scale), extras, out, lse)
+            return out, in_base(lse, lse_base)
         if out is None or lse is None:
             out, lse = ops.empty_outputs(q, kv.v_cache) if ready is None else ready.empty_outputs(q)
         tensors = (q, kv.k_cache, kv.v_cache, out, lse)
-        call = AttentionCall(self.spec, batch, *tensors, scale, scale_tensor, plan, planner.form)
+        call = AttentionCall(self.spec, batch, *tensors, scale, scale_tensor, plan, planner.form, extras)
         if ready is None:
             ready = Ready.of(call, self.choice.backend)
             if look is not None:
                 self._ready.put(look, ready)
         ready.run(call)
-        return out, lse
+        return out, in_base(lse, lse_base)
 
     def _look(
         self, planner: _Planner, q: Tensor, kv: PagedKV, out: Tensor | None, lse: Tensor | None, scaled: bool
@@ -222,12 +236,14 @@ class BatchAttention:
         q: Tensor,
         kv: PagedKV,
         values: tuple[Tensor | None, Tensor | None, float],
+        extras: Extras | None,
         out: Tensor | None,
         lse: Tensor | None,
     ) -> tuple[Output, LogSumExp]:
         assert self._batch is not None and self._planner is not None
         inputs = (q, kv.k_cache, kv.v_cache, ops.pack_batch(self._batch), *values)
         options = {"causal": self.spec.causal, "backend": self.choice.backend.name, "form": self._planner.form or ()}
+        options |= ops.variant_options(self.spec, extras, q)
         if out is None or lse is None:
             return ops.attention(*inputs, **options)
         ops.attention_out(*inputs, **options, out=out, lse=lse)
