@@ -28,7 +28,8 @@ class Extras(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Extras":
         """The same with all tensors on `device`."""
-        return Extras(*(x.to(device) if isinstance(x, Tensor) else x for x in self))
+        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in self]
+        return Extras(*moved)
 
 
 def spec_fields(variants: Mapping[str, Any], batch: PagedBatch) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _kind_of(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         # A mask grows with every step.
         return x.dtype, x.dim(), x.device, x.data_ptr() & 15
-    return type(x)
+    return type(x).__name__
 
 
 def check_base(lse_base: int | str) -> None:
