@@ -14,6 +14,7 @@ from octavo import AttentionSpec, BatchAttention, PagedBatch, PagedKV
 from octavo.backends import cpu_variants
 from octavo.bench.verify import LOG2_ROUNDING, PEER_FACTOR
 from octavo.reference import LOG2_E, page_ids, reference, sequence_lengths
+from octavo.variants import Extras
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 VALUES = ("sinks", "alibi_slopes", "k_scale", "v_scale")
@@ -214,6 +215,20 @@ def test_compiled_variants_are_eager(monkeypatch):
     compiled = torch.compile(layer, fullgraph=True, backend="eager")(*inputs)
     for got, expected in zip(compiled, layer(*inputs), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_opcheck_with_variants():
+    p, values = make(replace(MIXED, padding=0), **VARIANTS["all masked"])
+    batch = octavo.ops.pack_batch(p.batch.with_mask_indptr(p.spec.page_size))
+    options = octavo.ops.variant_options(p.spec, Extras(**values), p.q)
+    inputs = (p.q, p.kv.k_cache.nan_to_num(0.0), p.kv.v_cache.nan_to_num(0.0), batch, None, None, p.spec.default_scale)
+    torch.library.opcheck(torch.ops.octavo.attention.default, inputs, options)
+    for got, expected in zip(
+        octavo.ops.attention(*inputs, **options),
+        octavo.attend(p.q, p.kv, p.batch, **arguments(p.spec, values)),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
 
 
 def test_plain_calls_look_at_no_variant(monkeypatch):
