@@ -61,7 +61,7 @@ TREES = {
 @pytest.mark.parametrize("page_size", (1, 4))
 def test_cascade_is_the_flat_call(name, page_size):
     levels, flat = tree(*TREES[name], page_size=page_size)
-    assert_matches(flat, *cascade(flat.q, flat.kv, levels))
+    assert_matches(flat, *cascade(flat.q, flat.kv, levels, backend="cpu"))
     attention = CascadeAttention(flat.spec, len(levels), device="cpu")
     attention.plan(levels)
     for _ in range(2):
@@ -87,26 +87,26 @@ def test_half_precision_levels(dtype):
 
 def test_not_causal_and_value_dim():
     levels, flat = tree(*TREES["prefill"], causal=False, dims=(32, 48))
-    assert_matches(flat, *cascade(flat.q, flat.kv, levels, causal=False))
+    assert_matches(flat, *cascade(flat.q, flat.kv, levels, causal=False, backend="cpu"))
 
 
 def test_padding_rows_and_scale_tensor():
     levels, flat = tree(*TREES["prefix"])
     q = torch.cat([flat.q, torch.randn(2, *flat.q.shape[1:])])
     padded = replace(flat, q=q, sm_scale=torch.tensor(0.2))
-    assert_matches(padded, *cascade(q, flat.kv, levels, sm_scale=torch.tensor(0.2)))
+    assert_matches(padded, *cascade(q, flat.kv, levels, sm_scale=torch.tensor(0.2), backend="cpu"))
 
 
 def test_dense_levels():
     levels, flat = tree(*TREES["prefix"])
     shared = levels[0]
     dense = PagedBatch.dense(shared.qo_indptr, shared.page_table[None], torch.tensor([16], dtype=I32))
-    assert_matches(flat, *cascade(flat.q, flat.kv, [dense, levels[1]]))
+    assert_matches(flat, *cascade(flat.q, flat.kv, [dense, levels[1]], backend="cpu"))
 
 
 def test_batch_invariant_and_validate_are_passed_on():
     levels, flat = tree(*TREES["prefix"])
-    assert_matches(flat, *cascade(flat.q, flat.kv, levels, batch_invariant=True, validate=True))
+    assert_matches(flat, *cascade(flat.q, flat.kv, levels, batch_invariant=True, validate=True, backend="cpu"))
 
 
 def test_public_name():
