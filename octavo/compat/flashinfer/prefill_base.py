@@ -47,9 +47,7 @@ class PrefillWrapper(Wrapper):
             return with_mask(batch, *masks)
         buffers = self._mask_buffers
         if buffers[0] is None or buffers[1] is None:
-            raise ValueError(
-                "custom_mask_buf, mask_indptr_buf: two tensors needed with use_cuda_graph; fix: pass both"
-            )
+            raise ValueError("custom_mask_buf, mask_indptr_buf: two tensors needed with use_cuda_graph; fix: pass both")
         sizes = (batch.qo_indptr[1:] - batch.qo_indptr[:-1]) * kv_lens
         bits = pack(masks[0], sizes) if masks[1] is None and masks[0] is not None else masks[1]
         assert bits is not None
