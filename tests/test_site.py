@@ -114,7 +114,8 @@ def at(folder: Path, path: str) -> Path:
 
 def is_file(folder: Path, url: str) -> bool:
     parts = urlsplit(url)
-    return parts.scheme == "data" or (not parts.scheme and not parts.netloc and at(folder, parts.path).is_file())
+    inside = parts.scheme == "data" or url.startswith("#")
+    return inside or (not parts.scheme and not parts.netloc and at(folder, parts.path).is_file())
 
 
 def built(site: Path) -> subprocess.CompletedProcess[str]:
