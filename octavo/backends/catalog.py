@@ -14,6 +14,7 @@ from octavo.backends.constants import (
     plan_constants,
     plan_options,
 )
+from octavo.backends.extras import BYTE_MASK, HEAD_SCALES, NO_KINDS, NUMBER, ONE_SCALE, PACKED_MASK, Kinds
 from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
@@ -22,7 +23,13 @@ from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, SMALL_ROWS, m
 from octavo.problem import Arch, AttentionSpec
 from octavo.work_item import NUM_ITEMS
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
 ALIGNED = [["tt.divisibility", 16]]
 WARP_SIZE = 32
 
@@ -78,6 +85,18 @@ PLAN_FORMS = (
     (SPECS[1], PlanForm(128, 16, WORKERS, WORKERS, batch_invariant=1), False),
 )
 INLINE_FORMS = tuple((spec, cuts, dense) for spec in SPECS[:2] for cuts in (False, True) for dense in (False, True))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+VARIANTS = (
+    (AttentionSpec(32, 4, 128, page_size=16, window_left=1023, sinks=True), NO_KINDS, 128),
+    (AttentionSpec(32, 4, 128, causal=False, window_left=100, window_right=100), NO_KINDS, 64),
+    (AttentionSpec(32, 4, 128, logits_soft_cap=30.0, alibi=True), NO_KINDS, 128),
+    (AttentionSpec(32, 4, 128, custom_mask=True), Kinds(mask=PACKED_MASK), 64),
+    (AttentionSpec(32, 4, 128, custom_mask=True), Kinds(mask=BYTE_MASK), SMALL_ROWS),
+    (AttentionSpec(32, 4, 128, kv_dtype=E5M2), Kinds(ONE_SCALE, NUMBER), SMALL_ROWS),
+    (AttentionSpec(32, 4, 128, kv_dtype=E4M3), Kinds(HEAD_SCALES, HEAD_SCALES), SMALL_ROWS),
+    (AttentionSpec(32, 4, 128, kv_dtype=E4M3), NO_KINDS, 128),
+)
+E4M3_CAPABILITY = 89
 HOPPER = 90
 HOPPER_FORMS: tuple[tuple[Any, ...], ...] = (
     (AttentionSpec(32, 4, 128), RUNS_NEVER),
@@ -98,6 +117,9 @@ def builds(sm: int) -> list[KernelBuild]:
     found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False), _attention(SPECS[0], SMALL_ROWS, arch, many=True)]
     found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
     found += [_plan(spec, form, dense, arch) for spec, form, dense in PLAN_FORMS]
+    for spec, kinds, block_m in VARIANTS:
+        if spec.kv_dtype != E4M3 or sm >= E4M3_CAPABILITY:
+            found.append(_attention(spec, block_m, arch, kinds=kinds))
     if sm == HOPPER:
         found += [hopper_build(*form) for form in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]
@@ -135,13 +157,20 @@ def _typed(kind: Any) -> Any:
     return "constexpr" if kind in (None, "one") else kind
 
 
-def _attention(spec: AttentionSpec, block_m: int, arch: Arch, cuts: bool = True, many: bool = False) -> KernelBuild:
+def _attention(
+    spec: AttentionSpec,
+    block_m: int,
+    arch: Arch,
+    cuts: bool = True,
+    many: bool = False,
+    kinds: Kinds = NO_KINDS,
+) -> KernelBuild:
     from octavo.kernels.attention import attention_kernel
 
     override = many_tile(spec, arch) if many else None
-    _, constants, options = attention_form(spec, block_m, arch, same_strides=True, cuts=cuts, override=override)
+    _, constants, options = attention_form(spec, block_m, arch, True, cuts, override, kinds)
     signature = {"plan": "*i32", "first_item": "i32", "states_begin": "i32", "num_states": "i32"}
-    signature |= _attention_signature(spec)
+    signature |= _attention_signature(spec, kinds)
     wgmma = arch.sm == 90 and block_m >= MEDIUM_ROWS and spec.dtype != torch.float32
     mma = "HGMMA" if wgmma else "MMA" if arch.sm in ASYNC_TENSOR_CORES else "HMMA"
     # A float32 product is three tf32 ones: more live operands than registers, right and slower.
@@ -167,9 +196,14 @@ def _inline(spec: AttentionSpec, arch: Arch, cuts: bool, dense: bool) -> KernelB
     return _build(name, attention_inline_kernel, signature, constants, options=options, expect=("LDGSTS",))
 
 
-def _attention_signature(spec: AttentionSpec) -> Signature:
-    data = POINTERS[spec.dtype]
-    signature: Signature = dict.fromkeys(("q_ptr", "k_cache", "v_cache", "out"), data)
+def _attention_signature(spec: AttentionSpec, kinds: Kinds = NO_KINDS) -> Signature:
+    signature: Signature = dict.fromkeys(("q_ptr", "out"), POINTERS[spec.dtype])
+    signature |= dict.fromkeys(("k_cache", "v_cache"), POINTERS[spec.cache_dtype])
+    signature |= {"extras": None, "mask_length": "i32" if kinds.mask else None}
+    if not spec.is_plain:
+        floats = ("*fp32" if there else None for there in (spec.sinks, spec.alibi, kinds.k_scale))
+        v_scale = "fp32" if kinds.v_scale == NUMBER else "*fp32" if kinds.v_scale else None
+        signature["extras"] = (*floats, v_scale, *(("*u8", "*i32") if kinds.mask else (None, None)))
     signature |= {"lse": "*fp32", "page_table": "*i32", "scale_ptr": None, "sm_scale": "fp32"}
     signature |= {"num_tokens": "i32", "num_pages": "i32", "q_strides": ("i32", "i32"), "out_strides": ("i32", "i32")}
     return signature | {"k_strides": ("i32",) * 3, "v_strides": ("i32",) * 3, "lse_strides": ("i32", "one")}
@@ -185,7 +219,7 @@ def _name(spec: AttentionSpec) -> str:
     return (
         f"h{spec.num_qo_heads}/{spec.num_kv_heads} d{spec.head_dim}/{spec.v_dim} ps{spec.page_size} "
         f"{str(spec.dtype).removeprefix('torch.')} {'causal' if spec.causal else 'full'}"
-    )
+    ) + "".join(f" {name}" for name in spec.variants)
 
 
 def _config(form: PlanForm) -> ScheduleConfig:

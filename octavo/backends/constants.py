@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.planning.schedule import ScheduleConfig
+from octavo.backends.extras import Kinds
+from octavo.planning.schedule import ScheduleConfig, right_of
 from octavo.planning.split import SplitConfig
 from octavo.planning.tiles import SMALL_ROWS, TileConfig, next_power_of_2
 from octavo.problem import Arch, AttentionSpec
@@ -34,7 +35,9 @@ class PlanConstants(NamedTuple):
 
     GROUP: int
     HKV: int
-    CAUSAL: bool
+    LEFT: int
+    """Keys before and after its own that a row sees; -1: all."""
+    RIGHT: int
     PAGE_SIZE: int
     DENSE: bool
     BLOCK_M: int
@@ -50,6 +53,19 @@ class PlanConstants(NamedTuple):
     """Whether the next kernel may be launched before this one has ended."""
 
 
+class VariantConstants(NamedTuple):
+    """Variants that a kernel is compiled for: `V` in kernels/variants.py."""
+
+    LEFT: int
+    RIGHT: int
+    SOFT_CAP: float
+    SINKS: bool
+    ALIBI: bool
+    MASK: int
+    K_SCALE: int
+    V_SCALE: int
+
+
 def launches_early(arch: Arch) -> bool:
     """Whether a kernel can be launched before the one before it has ended (programmatic dependent launch)."""
     return arch.kind == "cuda" and arch.sm >= 90
@@ -60,7 +76,8 @@ def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool, ear
     return PlanConstants(
         spec.group_size,
         spec.num_kv_heads,
-        spec.causal,
+        spec.window_left,
+        right_of(spec),
         spec.page_size,
         dense,
         config.block_m,
@@ -68,7 +85,7 @@ def plan_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool, ear
         _list_constants(config.split),
         _list_constants(config.small_split),
         config.dead_tiles,
-        config.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.dtype.itemsize),
+        config.l2_bytes // ((spec.head_dim + spec.v_dim) * spec.cache_dtype.itemsize),
         EARLY=early,
     )
 
@@ -98,11 +115,25 @@ def _list_constants(split: SplitConfig) -> ListConstants:
     )
 
 
-def attention_constants(spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool) -> dict[str, Any]:
+def variant_constants(spec: AttentionSpec, kinds: Kinds) -> VariantConstants:
+    return VariantConstants(
+        spec.window_left,
+        right_of(spec),
+        float(spec.logits_soft_cap),
+        spec.sinks,
+        spec.alibi,
+        kinds.mask,
+        kinds.k_scale,
+        kinds.v_scale,
+    )
+
+
+def attention_constants(
+    spec: AttentionSpec, tile: TileConfig, same_strides: bool, cuts: bool, kinds: Kinds
+) -> dict[str, Any]:
     """Constexprs that the attention kernels share."""
     constants: dict[str, Any] = {
         "GROUP": spec.group_size,
-        "CAUSAL": spec.causal,
         "SAME_STRIDES": same_strides,
         "D": spec.head_dim,
         "DV": spec.v_dim,
@@ -114,6 +145,7 @@ def attention_constants(spec: AttentionSpec, tile: TileConfig, same_strides: boo
         "NUM_STAGES": tile.num_stages,
         "PRECISION": "tf32x3" if spec.dtype == torch.float32 else "tf32",
         "COMBINED": combined_at_a_time(tile, next_power_of_2(spec.v_dim)) if cuts else None,
+        "V": variant_constants(spec, kinds),
     }
     return constants
 

@@ -18,7 +18,8 @@ from octavo.backends.constants import (
     plan_constants,
     tile_options,
 )
-from octavo.backends.launch import Launcher, Scratch, alignment
+from octavo.backends.extras import NO_KINDS, Kinds, VariantArguments, variant_arguments
+from octavo.backends.launch import Launch, Launcher, Scratch, alignment
 from octavo.planning.form import PlanForm, PlanLayout, SplitChoice, layout_of, schedule_config
 from octavo.planning.schedule import ScheduleConfig, max_items, max_tiles
 from octavo.planning.tiles import SMALL_ROWS, TileConfig, many_tile, short_tile, tile_config
@@ -61,6 +62,7 @@ class Bounds(NamedTuple):
     num_sequences: int
     dense: bool
     same_strides: bool
+    kinds: Kinds = NO_KINDS
 
 
 class ListLaunch(NamedTuple):
@@ -93,9 +95,9 @@ def table_of(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int
     return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
 
 
-def bounds_of(call: AttentionCall) -> Bounds:
+def bounds_of(call: AttentionCall, kinds: Kinds) -> Bounds:
     same = call.k_cache.stride()[:3] == call.v_cache.stride()[:3]
-    return Bounds(arch_of(call.q.device), call.q.shape[0], call.batch.num_sequences, call.batch.is_dense, same)
+    return Bounds(arch_of(call.q.device), call.q.shape[0], call.batch.num_sequences, call.batch.is_dense, same, kinds)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +119,9 @@ def list_launch(
     override = tuning.small_tile if block_m == SMALL_ROWS else None
     if block_m == SMALL_ROWS and _are_many(spec, form, tuning, bounds):
         override = override or many_tile(spec, bounds.arch)
-    tile, shared, options = attention_form(spec, block_m, bounds.arch, bounds.same_strides, cuts, override)
+    tile, shared, options = attention_form(
+        spec, block_m, bounds.arch, bounds.same_strides, cuts, override, bounds.kinds
+    )
     states = (layout.small_states_begin, layout.small_states) if is_small else (layout.capacity, layout.states)
     items = min(max_items(spec, bounds.num_tokens, bounds.num_sequences, config), layout.capacity)
     early = launches_early(bounds.arch)
@@ -132,7 +136,8 @@ def inline_launch(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: B
     config = tuning.config(form)
     cuts = config.split.cuts
     override = tuning.small_tile
-    tile, shared, options = attention_form(spec, SMALL_ROWS, bounds.arch, bounds.same_strides, cuts, override)
+    same, kinds = bounds.same_strides, bounds.kinds
+    tile, shared, options = attention_form(spec, SMALL_ROWS, bounds.arch, same, cuts, override, kinds)
     tiles = max_tiles(spec, bounds.num_tokens, bounds.num_sequences, SMALL_ROWS)
     room = config.split.states(tiles) if cuts else 0
     constants = {"C": inline_constants(spec, config, bounds.dense), **shared}
@@ -145,26 +150,55 @@ class ListRun:
     """The attention kernel over one list of a plan, for calls that look like `call`, and plans of so many words."""
 
     def __init__(self, call: AttentionCall, form: PlanForm, words: int, block_m: int, tuning: Tuning) -> None:
-        launch = list_launch(call.spec, form, tuning, bounds_of(call), block_m, words)
+        given = None if call.spec.is_plain else variant_arguments(call)
+        launch = list_launch(
+            call.spec, form, tuning, bounds_of(call, given.kinds if given else NO_KINDS), block_m, words
+        )
         key, strides = _look(call)
         aligned = 0 if call.plan is None else alignment(call.plan)
-        self._launch = ATTENTION.form((key, launch.key, aligned), launch.constants, launch.options)
+        self._plain = call.spec.is_plain
+        self._form = form, words, block_m, tuning
+        self._key = (key, launch.key, aligned)
+        self._launches = {given and given.key: self._compiled(launch, given)}
+        self._launch = self._launches[given and given.key]
         self._grid = (launch.items, 1, 1)
-        self._rest = (call.q.shape[0], call.k_cache.shape[0], *launch.scalars, *strides)
+        self._counts = (call.q.shape[0], call.k_cache.shape[0], *launch.scalars)
+        self._strides = strides
+        self._rest = (*self._counts, None, None, *strides)
 
     def __call__(self, call: AttentionCall, plan: Tensor) -> None:
+        if not self._plain:
+            self._vary(call, plan)
+            return
         tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
         self._launch(self._grid, (*tensors, call.scale_tensor, call.sm_scale, *self._rest))
+
+    def _vary(self, call: AttentionCall, plan: Tensor) -> None:
+        given = variant_arguments(call)
+        launch = self._launches.get(given.key)
+        if launch is None:
+            form, words, block_m, tuning = self._form
+            found = list_launch(call.spec, form, tuning, bounds_of(call, given.kinds), block_m, words)
+            launch = self._launches[given.key] = self._compiled(found, given)
+        tensors = (given.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
+        more = (*self._counts, given.extras, given.mask_length, *self._strides)
+        launch(self._grid, (*tensors, call.scale_tensor, given.sm_scale, *more))
+
+    def _compiled(self, launch: ListLaunch, given: VariantArguments | None) -> Launch:
+        return ATTENTION.form((*self._key, given and given.key), launch.constants, launch.options)
 
 
 class InlineRun:
     """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planned inside the kernel."""
 
     def __init__(self, call: AttentionCall, form: PlanForm, tuning: Tuning) -> None:
-        launch = inline_launch(call.spec, form, tuning, bounds_of(call))
+        given = None if call.spec.is_plain else variant_arguments(call)
+        launch = inline_launch(call.spec, form, tuning, bounds_of(call, given.kinds if given else NO_KINDS))
         key, strides = _look(call)
-        key = (key, launch.key, table_dtypes(call.batch), alignment(call.lse))
-        self._launch = INLINE.form(key, launch.constants, launch.options)
+        self._plain, self._form = call.spec.is_plain, (form, tuning)
+        self._key = (key, launch.key, table_dtypes(call.batch), alignment(call.lse))
+        self._launches = {given and given.key: self._compiled(launch, given)}
+        self._launch = self._launches[given and given.key]
         self._grid = (launch.items, 1, 1)
         self._states, self._words = launch.num_states, launch.state_words
         self._counts = (call.q.shape[0], call.k_cache.shape[0])
@@ -174,10 +208,26 @@ class InlineRun:
         states = counters = call.lse
         if self._states:
             states, counters = SCRATCH.take(self._words, self._states, call.q.device)
-        tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
         room = (states, counters, self._states)
-        arguments = (*tensors, call.sm_scale, *self._counts, *room, *table_of(call.batch), *self._rest)
+        if not self._plain:
+            self._vary(call, room)
+            return
+        tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
+        arguments = (*tensors, call.sm_scale, *self._counts, *room, None, None, *table_of(call.batch), *self._rest)
         self._launch(self._grid, arguments)
+
+    def _vary(self, call: AttentionCall, room: tuple[Tensor, Tensor, int]) -> None:
+        given = variant_arguments(call)
+        launch = self._launches.get(given.key)
+        if launch is None:
+            found = inline_launch(call.spec, *self._form, bounds_of(call, given.kinds))
+            launch = self._launches[given.key] = self._compiled(found, given)
+        tensors = (given.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
+        more = (*room, given.extras, given.mask_length, *table_of(call.batch), *self._rest)
+        launch(self._grid, (*tensors, given.sm_scale, *self._counts, *more))
+
+    def _compiled(self, launch: InlineLaunch, given: VariantArguments | None) -> Launch:
+        return INLINE.form((*self._key, given and given.key), launch.constants, launch.options)
 
 
 def table_dtypes(batch: PagedBatch) -> tuple[torch.dtype | None, ...]:
@@ -199,12 +249,18 @@ def _are_many(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: Bound
 
 
 def attention_form(
-    spec: AttentionSpec, block_m: int, arch: Arch, same_strides: bool, cuts: bool, override: TileConfig | None = None
+    spec: AttentionSpec,
+    block_m: int,
+    arch: Arch,
+    same_strides: bool,
+    cuts: bool,
+    override: TileConfig | None = None,
+    kinds: Kinds = NO_KINDS,
 ) -> tuple[TileConfig, dict[str, Any], dict[str, int]]:
     """(tile, constexprs that the attention kernels share, compiler options)."""
     # Only few keys are never cut.
     tile = override or (tile_config(spec, block_m, arch) if cuts else short_tile(spec, arch))
-    return tile, attention_constants(spec, tile, same_strides, cuts), tile_options(tile, arch)
+    return tile, attention_constants(spec, tile, same_strides, cuts, kinds), tile_options(tile, arch)
 
 
 def inline_constants(spec: AttentionSpec, config: ScheduleConfig, dense: bool) -> PlanConstants:

@@ -3,8 +3,10 @@
 import functools
 import importlib.util
 
+import torch
+
 from octavo.backends.arch import arch_of
-from octavo.backends.base import AttentionCall, Prepared, lacks
+from octavo.backends.base import AttentionCall, Prepared
 from octavo.backends.constants import APPEND_TOKENS, INLINE_SEQUENCES, MERGE_ROWS, append_constants, merge_constants
 from octavo.backends.launch import Launcher, alignment
 from octavo.backends.portable import DEFAULT_TUNING, InlineRun, ListRun, Tuning, table_of
@@ -16,6 +18,7 @@ from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 
 MIN_CAPABILITY = 80
+E4M3_CAPABILITY = 89
 INTERPRETED_SMS = 4  # so that the interpreter, too, has work to share out
 INLINE_ROUNDS = 4  # tiles per worker up to which every program rather finds its own item
 
@@ -36,7 +39,14 @@ class TritonBackend:
             return "Triton is not installed"
         if arch.kind == "cuda" and arch.sm < MIN_CAPABILITY:
             return f"needs compute capability 8.0, {arch.name} has {arch.capability[0]}.{arch.capability[1]}"
-        return lacks(spec)
+        if (
+            spec is not None
+            and spec.kv_dtype == torch.float8_e4m3fn
+            and arch.kind == "cuda"
+            and arch.sm < E4M3_CAPABILITY
+        ):
+            return f"needs compute capability 8.9 for float8_e4m3fn, {arch.name} has {arch.sm / 10}"
+        return None
 
     def block_m(self, spec: AttentionSpec, num_tokens: int, num_sequences: int) -> int:
         """Rows of a tile in the main list."""

@@ -34,7 +34,7 @@ DEFINITIONS = (
 """What is exported unless others are named."""
 
 KERNEL = "attention_inline_kernel"
-_MODULES = ("primitives", "plan", "combine", "attention")
+_MODULES = ("variants", "primitives", "plan", "combine", "attention")
 _ARCHS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _ROWS = (16, 64, 128)
 _LSE_STORE = re.compile(r"(tl\.store\(lse \+ [^,]+, )(\w+)(, mask=)")
@@ -123,6 +123,8 @@ def source(definition: Definition) -> str:
     kernels, stores = _LSE_STORE.subn(_CLAMPED, kernels)
     if stores != 1:
         raise RuntimeError(f"export: expected one place where kernels write lse, found {stores}")
+    from octavo.backends.constants import VariantConstants
+
     template = Path(__file__).with_name("flashinfer_bench_main.py.txt").read_text()
     plan_fields, list_fields, forms = _forms(definition.spec)
     parts = {
@@ -131,6 +133,7 @@ def source(definition: Definition) -> str:
         "KERNEL_NAME": KERNEL,
         "PLAN_FIELDS": repr(plan_fields),
         "LIST_FIELDS": repr(list_fields),
+        "VARIANT_FIELDS": repr(VariantConstants._fields),
         "FORMS": pformat(forms, width=110, sort_dicts=False),
         "ABSENT": repr(_absent_arguments()),
         "ARGUMENTS": ", ".join((*definition.inputs, "output=None", "lse=None")),

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from octavo import work_item as layout
 from octavo.kernels.primitives import sequence_shape
+from octavo.kernels.variants import first_visible, visible_keys
 
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 NUM_ITEMS = tl.constexpr(layout.NUM_ITEMS)
@@ -50,25 +51,29 @@ def in_small_list(q_len, C: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(token, q_len, kv_len, CAUSAL: tl.constexpr):
-    """Keys that a token sees: causal is bottom-right aligned."""
-    seen = token * 0 + kv_len
-    if CAUSAL:
-        seen = tl.minimum(tl.maximum(seen + token - q_len + 1, 0), kv_len)
-    return seen
-
-
-@triton.jit
 def tiles_of(q_len, kv_len, C: tl.constexpr):
     """(whether in the small list, rows of a tile, tiles that see keys, tiles before them that do not) of sequences."""
     is_small = in_small_list(q_len, C)
     rows = by_list(is_small, C.BLOCK_M, C.SMALL_M, C)
     tiles = tl.cdiv(q_len * C.GROUP, rows)
     dead = tiles * 0
-    if C.CAUSAL:
-        dead = tl.maximum(q_len - kv_len, 0) * C.GROUP // rows
+    if C.RIGHT >= 0:
+        dead = tl.maximum(q_len - kv_len - C.RIGHT, 0) * C.GROUP // rows
     dead = tl.where(kv_len == 0, tiles, dead)
     return is_small, rows, tiles - dead, dead
+
+
+@triton.jit
+def span_of(q_len, kv_len, rows, C: tl.constexpr):
+    """The most keys that one tile of a sequence may see."""
+    span = kv_len
+    if C.LEFT >= 0:
+        tokens = q_len
+        if C.RIGHT >= 0:
+            # Of a tile's rows, whose first may be the last of its token's group.
+            tokens = tl.minimum(tl.cdiv(rows - 1, C.GROUP) + 1, q_len) + C.RIGHT
+        span = tl.minimum(kv_len, tokens + C.LEFT)
+    return span
 
 
 @triton.jit
@@ -77,8 +82,9 @@ def work_of(q_len, kv_len, C: tl.constexpr):
     is_small, rows, live, dead = tiles_of(q_len, kv_len, C)
     last_token = tl.minimum(((dead + 1) * rows - 1) // C.GROUP, q_len - 1)
     by_area = by_list(is_small, C.MAIN.BY_AREA, C.SMALL.BY_AREA, C)
-    first = tl.where(by_area, visible_keys(last_token, q_len, kv_len, C.CAUSAL), kv_len)
-    return is_small, live.to(tl.int64) * ((first + kv_len + 1) // 2) * C.HKV
+    span = span_of(q_len, kv_len, rows, C)
+    first = tl.where(by_area, tl.minimum(visible_keys(last_token, q_len, kv_len, C.RIGHT), span), span)
+    return is_small, live.to(tl.int64) * ((first + span + 1) // 2) * C.HKV
 
 
 @triton.jit
@@ -118,8 +124,8 @@ def limits_of(main_work, small_work, C: tl.constexpr):
 
 
 @triton.jit
-def list_parts(kv_len, limit, S: tl.constexpr):
-    blocks = tl.cdiv(kv_len, S.KEY_BLOCK)
+def list_parts(span, limit, S: tl.constexpr):
+    blocks = tl.cdiv(span, S.KEY_BLOCK)
     parts = blocks * 0 + 1
     if S.FIXED_BLOCKS > 0:
         limit = tl.maximum(tl.cdiv(blocks, S.FIXED_PARTS), S.FIXED_BLOCKS)
@@ -131,13 +137,14 @@ def list_parts(kv_len, limit, S: tl.constexpr):
 @triton.jit
 def items_of(q_len, kv_len, limits, C: tl.constexpr):
     """(whether in the small list, parts of each tile, items, partial states) of sequences."""
-    is_small, _, live, dead = tiles_of(q_len, kv_len, C)
+    is_small, rows, live, dead = tiles_of(q_len, kv_len, C)
+    span = span_of(q_len, kv_len, rows, C)
     main_limit, small_limit = limits
     MAIN: tl.constexpr = C.MAIN
     SMALL: tl.constexpr = C.SMALL
-    parts = list_parts(kv_len, main_limit, MAIN)
+    parts = list_parts(span, main_limit, MAIN)
     if C.SMALL_M > 0:
-        parts = tl.where(is_small, list_parts(kv_len, small_limit, SMALL), parts)
+        parts = tl.where(is_small, list_parts(span, small_limit, SMALL), parts)
     alive = live * C.HKV * parts
     return is_small, parts, alive + tl.cdiv(dead, C.DEAD_TILES) * C.HKV, tl.where(parts > 1, alive, 0)
 
@@ -170,15 +177,18 @@ def make_item(index, shape, sequence, parts, first_slot, C: tl.constexpr):
     part = tl.where(is_dead, 0, part)
 
     last_token = tl.minimum((row_begin + row_count - 1) // C.GROUP, q_len - 1)
-    keys = visible_keys(last_token, q_len, kv_len, C.CAUSAL)
+    first_key = first_visible(row_begin // C.GROUP, q_len, kv_len, C.LEFT)
+    keys = visible_keys(last_token, q_len, kv_len, C.RIGHT)
+    if C.LEFT >= 0:
+        keys = tl.maximum(keys - first_key, 0)
     key_block = by_list(is_small, C.MAIN.KEY_BLOCK, C.SMALL.KEY_BLOCK, C)
     blocks = tl.cdiv(keys, key_block)
-    longest = tl.cdiv(tl.cdiv(kv_len, key_block), parts)
+    longest = tl.cdiv(tl.cdiv(span_of(q_len, kv_len, rows, C), key_block), parts)
     count = tl.maximum(tl.cdiv(blocks, tl.maximum(longest, 1)), 1)
     length = tl.cdiv(blocks, count) * key_block
-    begin = tl.minimum(part * length, keys)
-    end = tl.minimum(begin + length, keys)
-    full_end = visible_keys(row_begin // C.GROUP, q_len, kv_len, C.CAUSAL)
+    begin = first_key + tl.minimum(part * length, keys)
+    end = tl.minimum(begin + length, first_key + keys)
+    full_end = visible_keys(row_begin // C.GROUP, q_len, kv_len, C.RIGHT)
     slot = tl.where(count > 1, first_slot + (live_tile * C.HKV + head) * parts, 0)
     row_count = tl.where(part < count, row_count, 0)
     return (q_start, q_len, kv_len, position, head, row_begin, begin, end,

@@ -70,9 +70,10 @@ def num_dead_tiles(spec: AttentionSpec, shape: SequenceShape, block_m: int) -> i
     tiles = num_tiles(spec, shape, block_m)
     if shape.kv_len == 0:
         return tiles
-    if not spec.causal:
+    right = right_of(spec)
+    if right < 0:
         return 0
-    return max(shape.q_len - shape.kv_len, 0) * spec.group_size // block_m
+    return max(shape.q_len - shape.kv_len - right, 0) * spec.group_size // block_m
 
 
 def max_tiles(spec: AttentionSpec, num_tokens: int, num_sequences: int, block_m: int) -> int:
@@ -92,11 +93,35 @@ def items_of_tiles(tiles: int, config: ScheduleConfig) -> int:
     return tiles + sum(s.extra_items + s.extra_per_tile * tiles for s in splits)
 
 
+def right_of(spec: AttentionSpec) -> int:
+    """Keys past its own that a row may see: 0 is causal; -1: all. A custom mask replaces causal."""
+    return 0 if spec.causal and not spec.custom_mask else spec.window_right
+
+
 def visible_keys(spec: AttentionSpec, shape: SequenceShape, token: int) -> int:
-    """Keys [0, n) that a sequence's token sees: bottom-right aligned causal mask."""
-    if not spec.causal:
+    """End of the keys that a sequence's token may see: bottom-right aligned."""
+    right = right_of(spec)
+    if right < 0:
         return shape.kv_len
-    return min(max(token + shape.kv_len - shape.q_len + 1, 0), shape.kv_len)
+    return min(max(token + shape.kv_len - shape.q_len + 1 + right, 0), shape.kv_len)
+
+
+def first_visible(spec: AttentionSpec, shape: SequenceShape, token: int) -> int:
+    """First key that a sequence's token may see."""
+    if spec.window_left < 0:
+        return 0
+    return min(max(token + shape.kv_len - shape.q_len - spec.window_left, 0), shape.kv_len)
+
+
+def longest_span(spec: AttentionSpec, shape: SequenceShape, block_m: int) -> int:
+    """The most keys that one tile of a sequence may see."""
+    if spec.window_left < 0:
+        return shape.kv_len
+    right, tokens = right_of(spec), shape.q_len
+    if right >= 0:
+        # Of a tile's rows, whose first may be the last of its token's group.
+        tokens = min(-(-(block_m - 1) // spec.group_size) + 1, shape.q_len) + right
+    return min(shape.kv_len, tokens + spec.window_left)
 
 
 def is_small(spec: AttentionSpec, shape: SequenceShape, config: ScheduleConfig) -> bool:
@@ -106,11 +131,11 @@ def is_small(spec: AttentionSpec, shape: SequenceShape, config: ScheduleConfig) 
 def work(spec: AttentionSpec, shape: SequenceShape, block_m: int, split: SplitConfig) -> int:
     """What a sequence counts for when the mean load is computed: keys that its tiles see, over all K/V heads."""
     tiles, dead = num_tiles(spec, shape, block_m), num_dead_tiles(spec, shape, block_m)
-    first = shape.kv_len
+    first = span = longest_span(spec, shape, block_m)
     if split.by_area:
         last_token = min(((dead + 1) * block_m - 1) // spec.group_size, shape.q_len - 1)
-        first = visible_keys(spec, shape, last_token)
-    return (tiles - dead) * ((first + shape.kv_len + 1) // 2) * spec.num_kv_heads
+        first = min(visible_keys(spec, shape, last_token), span)
+    return (tiles - dead) * ((first + span + 1) // 2) * spec.num_kv_heads
 
 
 def schedule(spec: AttentionSpec, shapes: Sequence[SequenceShape], config: ScheduleConfig) -> Schedule:
@@ -135,7 +160,8 @@ def _list(
     items: list[WorkItem] = []
     slot = 0
     for i in order:
-        parts = num_parts(config.split, shapes[i].kv_len, limit) if config.split.cuts else 1
+        span = longest_span(spec, shapes[i], config.block_m)
+        parts = num_parts(config.split, span, limit) if config.split.cuts else 1
         items += sequence_items(spec, shapes[i], i, config, parts, slot)
         if parts > 1:
             tiles, dead = num_tiles(spec, shapes[i], config.block_m), num_dead_tiles(spec, shapes[i], config.block_m)
@@ -154,18 +180,18 @@ def sequence_items(
             for kv_head in heads:
                 item = _item(spec, shape, sequence, kv_head, tile * block_m, block_m)
                 slot = first_slot + ((tile - dead) * spec.num_kv_heads + kv_head) * parts
-                yield from _parts(item, config.split, parts, slot)
+                yield from _parts(item, config.split, parts, slot, longest_span(spec, shape, block_m))
     for kv_head in range(spec.num_kv_heads):
         for tile in range(0, dead, config.dead_tiles):
             count = min(config.dead_tiles, dead - tile)
             yield _item(spec, shape, sequence, kv_head, tile * block_m, count * block_m)
 
 
-def _parts(item: WorkItem, split: SplitConfig, parts: int, slot: int) -> Iterator[WorkItem]:
+def _parts(item: WorkItem, split: SplitConfig, parts: int, slot: int, span: int) -> Iterator[WorkItem]:
     """A tile's item cut into parts of equal length, but for the last."""
-    count, blocks = cut(split, item.kv_len, parts, item.key_end)
+    count, blocks = cut(split, span, parts, item.key_end - item.key_begin)
     for part in range(parts):
-        begin = min(part * blocks * split.key_block, item.key_end)
+        begin = min(item.key_begin + part * blocks * split.key_block, item.key_end)
         end = min(begin + blocks * split.key_block, item.key_end)
         yield replace(
             item,
@@ -181,7 +207,7 @@ def _parts(item: WorkItem, split: SplitConfig, parts: int, slot: int) -> Iterato
 
 def head_groups(spec: AttentionSpec, shape: SequenceShape, config: ScheduleConfig) -> list[range]:
     """K/V heads in groups whose keys and values of this sequence fit l2_bytes; single heads where none do."""
-    head_bytes = shape.kv_len * (spec.head_dim + spec.v_dim) * spec.dtype.itemsize
+    head_bytes = shape.kv_len * (spec.head_dim + spec.v_dim) * spec.cache_dtype.itemsize
     together = min(max(config.l2_bytes // max(head_bytes, 1), 1), spec.num_kv_heads)
     return [range(h, min(h + together, spec.num_kv_heads)) for h in range(0, spec.num_kv_heads, together)]
 
@@ -189,14 +215,16 @@ def head_groups(spec: AttentionSpec, shape: SequenceShape, config: ScheduleConfi
 def _item(
     spec: AttentionSpec, shape: SequenceShape, sequence: int, kv_head: int, row_begin: int, row_count: int
 ) -> WorkItem:
+    first_token = row_begin // spec.group_size
     last_token = min((row_begin + row_count - 1) // spec.group_size, shape.q_len - 1)
+    begin = first_visible(spec, shape, first_token)
     return WorkItem(
         **vars(shape),
         kv_head=kv_head,
         row_begin=row_begin,
-        key_begin=0,
-        key_end=visible_keys(spec, shape, last_token),
-        full_end=visible_keys(spec, shape, row_begin // spec.group_size),
+        key_begin=begin,
+        key_end=max(visible_keys(spec, shape, last_token), begin),
+        full_end=visible_keys(spec, shape, first_token),
         split=0,
         num_splits=1,
         slot=0,

@@ -11,7 +11,8 @@ NO_LIMIT = 1 << 30
 class SplitConfig:
     """How one list of a plan is cut. Work is counted in keys of one tile, lengths of parts in key blocks.
 
-    The work of a sequence of t tiles is t * kv_len, or, by_area, t times the mean of what its first and last tile see.
+    The work of a sequence of t tiles is t * kv_len, or, by_area, t times the mean of what its first and last tile see;
+    where a window is shorter, what it leaves of these.
     The first is exact for single tiles and keeps extra items to one a worker; the second is exact for long causal
     sequences and keeps them to two.
     """
@@ -60,17 +61,17 @@ def part_limit(config: SplitConfig, total_work: int) -> int:
     return min(max(slack, even, config.min_blocks), NO_LIMIT)
 
 
-def num_parts(config: SplitConfig, kv_len: int, limit: int) -> int:
-    """Parts of a sequence's longest tile, which sees all its keys; at least 1."""
-    blocks = _ceil_div(kv_len, config.key_block)
+def num_parts(config: SplitConfig, span: int, limit: int) -> int:
+    """Parts of a sequence's longest tile, which sees `span` keys; at least 1."""
+    blocks = _ceil_div(span, config.key_block)
     if config.fixed_blocks:
         limit = max(config.fixed_blocks, _ceil_div(blocks, config.fixed_parts))
     return max(_ceil_div(blocks, limit), 1)
 
 
-def cut(config: SplitConfig, kv_len: int, parts: int, keys: int) -> tuple[int, int]:
-    """(parts, blocks a part) of a tile that sees `keys` > 0 of a sequence's kv_len keys, which make `parts` parts."""
-    longest = _ceil_div(_ceil_div(kv_len, config.key_block), parts)
+def cut(config: SplitConfig, span: int, parts: int, keys: int) -> tuple[int, int]:
+    """(parts, blocks a part) of a tile that sees `keys` > 0 of the `span` keys that make `parts` parts."""
+    longest = _ceil_div(_ceil_div(span, config.key_block), parts)
     blocks = _ceil_div(keys, config.key_block)
     count = _ceil_div(blocks, longest)
     return count, _ceil_div(blocks, count)

@@ -55,8 +55,11 @@ def tile_config(spec: AttentionSpec, block_m: int, arch: Arch) -> TileConfig:
     width = next_power_of_2(spec.head_dim) + next_power_of_2(spec.v_dim)
     q_bytes = block_m * next_power_of_2(spec.head_dim) * spec.dtype.itemsize if _reads_shared(arch) else 0
     num_warps = 8 if block_m == LARGE_ROWS or (is_wide(spec) and (block_m == MEDIUM_ROWS or _is_precise(spec))) else 4
+    # Tensor cores that read shared memory find K and V of 8 bits there once more, in q's dtype.
+    converted = width * spec.dtype.itemsize if spec.kv_dtype is not None and _reads_shared(arch) else 0
     for block_n, num_stages in _key_blocks(spec, block_m, arch):
-        if q_bytes + num_stages * block_n * width * spec.dtype.itemsize <= shared_bytes(arch):
+        key_bytes = num_stages * width * spec.cache_dtype.itemsize + converted
+        if q_bytes + block_n * key_bytes <= shared_bytes(arch):
             return TileConfig(block_m, block_n, num_warps, num_stages)
     return TileConfig(block_m, 16, num_warps, 1)
 
