@@ -93,7 +93,9 @@ def _key_blocks(spec: AttentionSpec, block_m: int, arch: Arch) -> tuple[tuple[in
             return ((64, 2), (32, 2), (16, 2))
         return (((32, 3),) if block_m == LARGE_ROWS else ()) + ((32, 2), (16, 2))
     if block_m == LARGE_ROWS:
-        return ((128, 3), (64, 3), (64, 2), (32, 2), (16, 2))
+        # fp8 keys and values become q's dtype in registers, of which longer ones leave none.
+        long = ((128, 3),) if spec.kv_dtype is None else ()
+        return (*long, (64, 3), (64, 2), (32, 2), (16, 2))
     return ((64, 3), (64, 2), (32, 2), (16, 2))
 
 
