@@ -1,7 +1,7 @@
 """Launching the portable attention kernels: over a list of a plan, or planning inside."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,9 +95,9 @@ def table_of(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor | None, int, int
     return batch.qo_indptr, batch.kv_indptr, batch.last_page_len, 0, batch.page_table.shape[0]
 
 
-def bounds_of(call: AttentionCall, kinds: Kinds) -> Bounds:
+def bounds_of(call: AttentionCall) -> Bounds:
     same = call.k_cache.stride()[:3] == call.v_cache.stride()[:3]
-    return Bounds(arch_of(call.q.device), call.q.shape[0], call.batch.num_sequences, call.batch.is_dense, same, kinds)
+    return Bounds(arch_of(call.q.device), call.q.shape[0], call.batch.num_sequences, call.batch.is_dense, same)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,59 +146,68 @@ def inline_launch(spec: AttentionSpec, form: PlanForm, tuning: Tuning, bounds: B
     return InlineLaunch(items, room, words, (tile, form, tuning, bounds.dense), constants, options)
 
 
+class _Forms:
+    """A kernel's forms for calls that look alike: one, or one for each kind of values that their variants bring."""
+
+    def __init__(self, launcher: Launcher, key: Hashable, find: Callable[[Kinds], ListLaunch | InlineLaunch]) -> None:
+        self._launcher, self._key, self._find = launcher, key, find
+        self._known: dict[Hashable, Launch] = {}
+
+    def of(self, given: VariantArguments | None) -> Launch:
+        """given: None for a plain call."""
+        key = given and given.key
+        launch = self._known.get(key)
+        if launch is None:
+            found = self._find(given.kinds if given else NO_KINDS)
+            form = (self._key, found.key, key)
+            launch = self._known[key] = self._launcher.form(form, found.constants, found.options)
+        return launch
+
+
 class ListRun:
     """The attention kernel over one list of a plan, for calls that look like `call`, and plans of so many words."""
 
     def __init__(self, call: AttentionCall, form: PlanForm, words: int, block_m: int, tuning: Tuning) -> None:
-        given = None if call.spec.is_plain else variant_arguments(call)
-        launch = list_launch(
-            call.spec, form, tuning, bounds_of(call, given.kinds if given else NO_KINDS), block_m, words
-        )
+        spec, bounds = call.spec, bounds_of(call)
+
+        def find(kinds: Kinds) -> ListLaunch:
+            return list_launch(spec, form, tuning, bounds._replace(kinds=kinds), block_m, words)
+
         key, strides = _look(call)
-        aligned = 0 if call.plan is None else alignment(call.plan)
-        self._plain = call.spec.is_plain
-        self._form = form, words, block_m, tuning
-        self._key = (key, launch.key, aligned)
-        self._launches = {given and given.key: self._compiled(launch, given)}
-        self._launch = self._launches[given and given.key]
+        self._forms = _Forms(ATTENTION, (key, 0 if call.plan is None else alignment(call.plan)), find)
+        self._plain = self._forms.of(None) if spec.is_plain else None
+        launch = find(NO_KINDS)
         self._grid = (launch.items, 1, 1)
-        self._counts = (call.q.shape[0], call.k_cache.shape[0], *launch.scalars)
-        self._strides = strides
+        self._counts, self._strides = (call.q.shape[0], call.k_cache.shape[0], *launch.scalars), strides
         self._rest = (*self._counts, None, None, *strides)
 
     def __call__(self, call: AttentionCall, plan: Tensor) -> None:
-        if not self._plain:
+        if self._plain is None:
             self._vary(call, plan)
             return
         tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
-        self._launch(self._grid, (*tensors, call.scale_tensor, call.sm_scale, *self._rest))
+        self._plain(self._grid, (*tensors, call.scale_tensor, call.sm_scale, *self._rest))
 
     def _vary(self, call: AttentionCall, plan: Tensor) -> None:
         given = variant_arguments(call)
-        launch = self._launches.get(given.key)
-        if launch is None:
-            form, words, block_m, tuning = self._form
-            found = list_launch(call.spec, form, tuning, bounds_of(call, given.kinds), block_m, words)
-            launch = self._launches[given.key] = self._compiled(found, given)
         tensors = (given.q, call.k_cache, call.v_cache, call.out, call.lse, plan, call.batch.page_table)
         more = (*self._counts, given.extras, given.mask_length, *self._strides)
-        launch(self._grid, (*tensors, call.scale_tensor, given.sm_scale, *more))
-
-    def _compiled(self, launch: ListLaunch, given: VariantArguments | None) -> Launch:
-        return ATTENTION.form((*self._key, given and given.key), launch.constants, launch.options)
+        self._forms.of(given)(self._grid, (*tensors, call.scale_tensor, given.sm_scale, *more))
 
 
 class InlineRun:
     """Attention of a batch of fewer than INLINE_SEQUENCES sequences, planned inside the kernel."""
 
     def __init__(self, call: AttentionCall, form: PlanForm, tuning: Tuning) -> None:
-        given = None if call.spec.is_plain else variant_arguments(call)
-        launch = inline_launch(call.spec, form, tuning, bounds_of(call, given.kinds if given else NO_KINDS))
+        spec, bounds = call.spec, bounds_of(call)
+
+        def find(kinds: Kinds) -> InlineLaunch:
+            return inline_launch(spec, form, tuning, bounds._replace(kinds=kinds))
+
         key, strides = _look(call)
-        self._plain, self._form = call.spec.is_plain, (form, tuning)
-        self._key = (key, launch.key, table_dtypes(call.batch), alignment(call.lse))
-        self._launches = {given and given.key: self._compiled(launch, given)}
-        self._launch = self._launches[given and given.key]
+        self._forms = _Forms(INLINE, (key, table_dtypes(call.batch), alignment(call.lse)), find)
+        self._plain = self._forms.of(None) if spec.is_plain else None
+        launch = find(NO_KINDS)
         self._grid = (launch.items, 1, 1)
         self._states, self._words = launch.num_states, launch.state_words
         self._counts = (call.q.shape[0], call.k_cache.shape[0])
@@ -209,25 +218,18 @@ class InlineRun:
         if self._states:
             states, counters = SCRATCH.take(self._words, self._states, call.q.device)
         room = (states, counters, self._states)
-        if not self._plain:
+        if self._plain is None:
             self._vary(call, room)
             return
         tensors = (call.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
         arguments = (*tensors, call.sm_scale, *self._counts, *room, None, None, *table_of(call.batch), *self._rest)
-        self._launch(self._grid, arguments)
+        self._plain(self._grid, arguments)
 
     def _vary(self, call: AttentionCall, room: tuple[Tensor, Tensor, int]) -> None:
         given = variant_arguments(call)
-        launch = self._launches.get(given.key)
-        if launch is None:
-            found = inline_launch(call.spec, *self._form, bounds_of(call, given.kinds))
-            launch = self._launches[given.key] = self._compiled(found, given)
         tensors = (given.q, call.k_cache, call.v_cache, call.out, call.lse, call.batch.page_table, call.scale_tensor)
         more = (*room, given.extras, given.mask_length, *table_of(call.batch), *self._rest)
-        launch(self._grid, (*tensors, given.sm_scale, *self._counts, *more))
-
-    def _compiled(self, launch: InlineLaunch, given: VariantArguments | None) -> Launch:
-        return INLINE.form((*self._key, given and given.key), launch.constants, launch.options)
+        self._forms.of(given)(self._grid, (*tensors, given.sm_scale, *self._counts, *more))
 
 
 def table_dtypes(batch: PagedBatch) -> tuple[torch.dtype | None, ...]:
