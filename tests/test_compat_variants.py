@@ -9,18 +9,10 @@ import torch
 from inputs import FP16, FP32, I32, Case, Problem, build
 
 import octavo.compat.flashinfer as fi
-from octavo import AttentionSpec
 from octavo.compat import flashinfer_reference as reference
 from octavo.compat.arguments import alibi_slopes
 from octavo.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from octavo.reference import page_ids, sequence_lengths
-
-
-def needs(*fields: str):
-    """Skips while AttentionSpec lacks one of these: compat names it then, see test_compat_flashinfer.py."""
-    absent = [name for name in fields if name not in AttentionSpec.__dataclass_fields__]
-    return pytest.mark.skipif(bool(absent), reason=f"AttentionSpec has no {absent}")
-
 
 WORKSPACE = torch.empty(0)
 MIXED = Case("mixed", (3, 1, 18), (20, 33, 18), page_size=4, dtype=FP32, padding=0)
@@ -71,7 +63,6 @@ VARIANTS = {
 }
 
 
-@needs("window_left", "logits_soft_cap")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_prefill(name):
     p = build(MIXED)
@@ -79,7 +70,6 @@ def test_prefill(name):
     close(p, *wrapper.run(p.q, cache_of(p), return_lse=True), **VARIANTS[name])
 
 
-@needs("window_left", "logits_soft_cap")
 @pytest.mark.parametrize("name", ("window", "soft-cap", "window and soft-cap"))
 def test_decode(name):
     p = build(DECODE)
@@ -92,7 +82,6 @@ def test_decode(name):
         torch.testing.assert_close(single, exact, rtol=2e-5, atol=2e-6)
 
 
-@needs("window_left", "logits_soft_cap")
 def test_window_of_one_run_and_of_forward():
     p = build(MIXED)
     wrapper = planned(p, causal=True)
@@ -103,7 +92,6 @@ def test_window_of_one_run_and_of_forward():
     close(p, out, lse, causal=True, window_left=3, logits_soft_cap=2.0)
 
 
-@needs("alibi")
 @pytest.mark.parametrize("causal", (True, False))
 def test_alibi(causal):
     p = build(MIXED)
@@ -127,7 +115,6 @@ def masks_of(p: Problem):
     return masks
 
 
-@needs("custom_mask", "window_left")
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("extra", ({}, {"window_left": 6}), ids=str)
 def test_custom_masks(packed, extra):
@@ -142,7 +129,6 @@ def test_custom_masks(packed, extra):
     close(p, *wrapper.run(p.q, cache_of(p), return_lse=True), masks=masks, **extra)
 
 
-@needs("custom_mask")
 def test_mask_of_one_sequence():
     p = build(replace(MIXED, qo_lens=(7,), kv_lens=(9,)))
     mask = masks_of(p)[0]
@@ -151,7 +137,6 @@ def test_mask_of_one_sequence():
         close(p, *fi.single_prefill_with_kv_cache(p.q, k, v, return_lse=True, **given), masks=[mask])
 
 
-@needs("custom_mask")
 def test_masks_of_ragged_keys():
     p = build(MIXED)
     masks = masks_of(p)
@@ -169,7 +154,6 @@ def with_sinks(out, lse, sinks):
     return out * torch.exp(lse / LOG2_E - total)[..., None], total * LOG2_E
 
 
-@needs("sinks")
 def test_sinks():
     p = build(MIXED)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -185,7 +169,6 @@ def test_sinks():
     torch.testing.assert_close(wrapper.run(p.q, cache_of(p), sinks, 0.125), out)
 
 
-@needs("kv_dtype")
 @pytest.mark.parametrize("kv_dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
 def test_fp8_caches(kv_dtype):
     p = build(replace(MIXED, dtype=FP16))
@@ -222,7 +205,6 @@ def banded(p: Problem, left: int, right: int):
     return masks
 
 
-@needs("window_left", "window_right")
 @pytest.mark.parametrize("window", ((5, 3), (5, 0), (0, 2)), ids=str)
 def test_flash_attn_windows(window):
     p = build(MIXED)
@@ -231,7 +213,6 @@ def test_flash_attn_windows(window):
     close(p, out, lse.T * LOG2_E, masks=banded(p, *window))
 
 
-@needs("window_left", "logits_soft_cap")
 def test_flash_attn_causal_windows_and_soft_cap():
     p = build(MIXED)
     k, v, qo, lens = packed_keys(p)
@@ -240,7 +221,6 @@ def test_flash_attn_causal_windows_and_soft_cap():
     close(p, out, lse.T * LOG2_E, causal=True, window_left=5, logits_soft_cap=2.0)
 
 
-@needs("alibi", "sinks")
 def test_flash_attn_alibi_and_sink():
     p = build(replace(MIXED, dense=True))
     slopes = alibi_slopes(4, torch.device("cpu"))
@@ -260,7 +240,6 @@ def test_flash_attn_alibi_and_sink():
     torch.testing.assert_close(lse.T * LOG2_E, exact[1], rtol=2e-5, atol=2e-5)
 
 
-@needs("custom_mask")
 @pytest.mark.parametrize("packed", (False, True))
 def test_masks_of_graphs(packed):
     """Into the fixed buffers, for a second plan too."""

@@ -3,7 +3,6 @@
 Tiny random models here; those marked `weights` need SmolLM2-135M, which examples/smollm2.py puts into its cache.
 """
 
-import dataclasses
 import inspect
 import os
 import re
@@ -30,7 +29,6 @@ from transformers import (  # noqa: E402
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as cb_cache  # noqa: E402
 
-import octavo  # noqa: E402
 from octavo.integrations import transformers_paged  # noqa: E402
 from octavo.integrations.transformers import NAME, PAGED_NAME, register  # noqa: E402
 
@@ -300,11 +298,9 @@ def test_no_other_implementation_is_put_in_octavos_place(monkeypatch):
     assert batched(model, sequences) == one_by_one(model, sequences)
 
 
-HAS_WINDOWS = "window_left" in {field.name for field in dataclasses.fields(octavo.AttentionSpec)}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 9}
 
 
-@pytest.mark.skipif(not HAS_WINDOWS, reason="this Octavo has no sliding windows")
 @pytest.mark.parametrize("layers", [MIXED, {**MIXED, "layer_types": ["sliding_attention"] * 2}], ids=["mixed", "all"])
 def test_sliding_windows(layers):
     """Windows of 9 keys, prompts of up to 40: rings turn over, chunks are longer than the window."""
@@ -313,13 +309,6 @@ def test_sliding_windows(layers):
     expected = one_by_one(model, sequences)
     assert one_by_one(model, sequences, NAME) == expected
     assert batched(model, sequences, page_size=4) == expected
-
-
-@pytest.mark.skipif(HAS_WINDOWS, reason="this Octavo has sliding windows")
-def test_sliding_windows_are_refused():
-    model = tiny(Qwen3Config, Qwen3ForCausalLM, **MIXED)
-    with pytest.raises(ValueError, match="window_left: expected a model without it"):
-        one_by_one(model, prompts(), NAME)
 
 
 def test_wrong_use_says_what_to_do():

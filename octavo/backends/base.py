@@ -1,18 +1,12 @@
 """What a backend is. Launchers only: the algorithm lives in kernels/, the decisions in planning/."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from octavo.planning.form import PlanForm
 from octavo.problem import Arch, AttentionSpec, PagedBatch
 from octavo.shapes import Tensor
 from octavo.variants import Extras as Extras
-
-
-def lacks(spec: AttentionSpec | None, carried: Container[str] = ()) -> str | None:
-    """Why a backend that carries these variants cannot serve `spec`, or None."""
-    absent = [] if spec is None else [name for name in spec.variants if name not in carried]
-    return f"does not carry {' and '.join(absent)} yet" if absent else None
 
 
 class AttentionCall(NamedTuple):

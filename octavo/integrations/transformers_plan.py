@@ -1,6 +1,5 @@
 """What the layers of one forward pass share: a spec from what a model asks for, and one plan per step."""
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -40,12 +39,7 @@ def spec_of(module: Any, query: Tensor, kv: PagedKV, options: dict[str, Any]) ->
         "causal": bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
         "dtype": query.dtype,
     }
-    known = {field.name for field in dataclasses.fields(AttentionSpec)}
-    for name, value in _variants(options).items():
-        if name not in known:
-            fail(name, "a model without it", value, "this Octavo has no such variant; set_attn_implementation('sdpa')")
-        fields[name] = value
-    return AttentionSpec(**fields)
+    return AttentionSpec(**fields, **_variants(options))
 
 
 def _variants(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import torch
 
-from octavo.compat.arguments import not_carried
 from octavo.problem import PagedBatch
 from octavo.shapes import Tensor
 
@@ -14,8 +13,6 @@ def with_mask(
     mask = custom_mask if packed is None else packed
     if mask is None:
         return batch
-    if not hasattr(batch, "with_mask"):
-        not_carried("custom_mask", "this version of octavo has no such variant")
     return batch.with_mask(mask.to(torch.bool).reshape(-1) if packed is None else mask, mask_indptr)
 
 

@@ -122,9 +122,9 @@ class Wrapper:
             raise RuntimeError("run: expected a plan, got none; fix: call plan() first")
         spec = self._spec
         if window_left is not None and max(window_left, -1) != self._window_left:
-            spec = _with(spec, window_left=max(window_left, -1))
+            spec = replace(spec, window_left=max(window_left, -1))
         if sinks is not None:
-            spec = _with(spec, sinks=True)
+            spec = replace(spec, sinks=True)
         result, made = self._attention.run(
             spec,
             q,
@@ -137,10 +137,3 @@ class Wrapper:
         )
         scale_values(result, v_scale)
         return (result, made) if return_lse else result
-
-
-def _with(spec: AttentionSpec, **changes: Any) -> AttentionSpec:
-    for name in changes:
-        if name not in AttentionSpec.__dataclass_fields__:
-            not_carried(name, "this version of octavo has no such variant")
-    return replace(spec, **changes)
