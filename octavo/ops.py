@@ -44,8 +44,8 @@ for _schema in _SCHEMAS:
 
 def pack_batch(batch: PagedBatch) -> list[Tensor | None]:
     """The op form of a batch."""
-    index = [batch.qo_indptr, batch.page_table, batch.kv_indptr, batch.last_page_len, batch.kv_lens]
-    return index if batch.custom_mask is None else [*index, batch.custom_mask, batch.mask_indptr]
+    index = batch.fields()
+    return [*index] if batch.custom_mask is None else [*index, batch.custom_mask, batch.mask_indptr]
 
 
 def variant_options(spec: AttentionSpec, extras: Extras | None, q: Tensor) -> dict[str, Any]:

@@ -98,11 +98,14 @@ class PagedBatch:
         """This batch where it has no mask or has mask_indptr; else the same with it (int64). Nothing is read back."""
         if self.custom_mask is None or self.mask_indptr is not None:
             return self
-        sizes = self.q_lengths() * self.kv_lengths(page_size)
-        if self.custom_mask.dtype == torch.uint8:
-            sizes = (sizes + 7) // 8
-        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        offsets = torch.nn.functional.pad(self.mask_sizes(page_size).cumsum(0), (1, 0))
         return dataclasses.replace(self, mask_indptr=offsets)
+
+    def mask_sizes(self, page_size: int) -> Tensor:
+        """What each sequence takes of custom_mask [B], int64: elements, or bytes when packed."""
+        assert self.custom_mask is not None
+        sizes = self.q_lengths() * self.kv_lengths(page_size)
+        return (sizes + 7) // 8 if self.custom_mask.dtype == torch.uint8 else sizes
 
     def q_lengths(self) -> Tensor:
         """Queries of each sequence [B], int64."""

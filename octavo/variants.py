@@ -131,10 +131,7 @@ def check_mask(spec: AttentionSpec, batch: PagedBatch) -> None:
     mask, indptr = batch.custom_mask, batch.with_mask_indptr(spec.page_size).mask_indptr
     if mask is None or indptr is None or not batch.num_sequences:
         return
-    sizes = batch.q_lengths() * batch.kv_lengths(spec.page_size)
-    if mask.dtype == torch.uint8:
-        sizes = (sizes + 7) // 8
-    ends = indptr[:-1].long() + sizes
+    ends = indptr[:-1].long() + batch.mask_sizes(spec.page_size)
     if int(indptr[:-1].min()) < 0 or int(ends.max()) > mask.shape[0]:
         got = f"masks from {int(indptr[:-1].min())} to {int(ends.max())} in {mask.shape[0]}"
         unit = "bytes, each sequence from a new one" if mask.dtype == torch.uint8 else "elements"

@@ -17,6 +17,7 @@ from octavo.backends.constants import (
 from octavo.backends.extras import BYTE_MASK, HEAD_SCALES, NO_KINDS, NUMBER, ONE_SCALE, PACKED_MASK, Kinds
 from octavo.backends.portable import attention_form, inline_constants
 from octavo.backends.tensor_maps import RUNS_FLAT, RUNS_IN_PAGE, RUNS_NEVER
+from octavo.backends.triton import TritonBackend
 from octavo.planning.form import PlanForm, SplitChoice, schedule_config
 from octavo.planning.schedule import ScheduleConfig
 from octavo.planning.tiles import ASYNC_TENSOR_CORES, MEDIUM_ROWS, SMALL_ROWS, many_tile, rows_per_tile
@@ -96,7 +97,6 @@ VARIANTS = (
     (AttentionSpec(32, 4, 128, kv_dtype=E4M3), Kinds(HEAD_SCALES, HEAD_SCALES), SMALL_ROWS),
     (AttentionSpec(32, 4, 128, kv_dtype=E4M3), NO_KINDS, 128),
 )
-E4M3_CAPABILITY = 89
 HOPPER = 90
 HOPPER_FORMS: tuple[tuple[Any, ...], ...] = (
     (AttentionSpec(32, 4, 128), RUNS_NEVER),
@@ -117,9 +117,9 @@ def builds(sm: int) -> list[KernelBuild]:
     found += [_attention(SPECS[0], SMALL_ROWS, arch, cuts=False), _attention(SPECS[0], SMALL_ROWS, arch, many=True)]
     found += [_inline(spec, arch, cuts, dense) for spec, cuts, dense in INLINE_FORMS]
     found += [_plan(spec, form, dense, arch) for spec, form, dense in PLAN_FORMS]
-    for spec, kinds, block_m in VARIANTS:
-        if spec.kv_dtype != E4M3 or sm >= E4M3_CAPABILITY:
-            found.append(_attention(spec, block_m, arch, kinds=kinds))
+    portable = TritonBackend()
+    served = [form for form in VARIANTS if portable.reject(form[0], arch) is None]
+    found += [_attention(spec, block_m, arch, kinds=kinds) for spec, kinds, block_m in served]
     if sm == HOPPER:
         found += [hopper_build(*form) for form in HOPPER_FORMS]
     return [*found, _append(SPECS[1]), _merge(SPECS[0], 2)]

@@ -13,7 +13,7 @@ from rich.table import Table
 import octavo
 from octavo.backends import BACKENDS, arch_of, resolve
 from octavo.cli.jobs import DEFAULT_SPEC, JobOptions, load_jobs
-from octavo.cli.options import console, option, parse_dtype, usage_errors
+from octavo.cli.options import console, given_fields, option, usage_errors
 from octavo.cli.run import Causal, Dtype, HeadDim, KvHeads, Limit, PageSize, QoHeads, ValueDim
 from octavo.cli.schedule import ScheduleOptions, show_schedules
 from octavo.errors import fail
@@ -55,16 +55,7 @@ def info(
     """
     screen = console()
     with usage_errors():
-        given = {
-            "num_qo_heads": qo_heads,
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "page_size": page_size,
-            "causal": causal,
-            "dtype": None if dtype is None else parse_dtype(dtype),
-        }
-        spec = {name: value for name, value in given.items() if value is not None}
+        spec = given_fields(qo_heads, kv_heads, head_dim, value_dim, page_size, causal, dtype)
         if batch:
             jobs, remarks = load_jobs(batch, JobOptions(spec, None, None, torch.device("meta")))
             show_schedules(screen, jobs[:limit], ScheduleOptions(sms, backend, batch_invariant, plot))

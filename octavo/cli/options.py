@@ -60,6 +60,28 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def given_fields(
+    qo_heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    page_size: int | None,
+    causal: bool | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """Fields of AttentionSpec that the user gave."""
+    given = {
+        "num_qo_heads": qo_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "page_size": page_size,
+        "causal": causal,
+        "dtype": None if dtype is None else parse_dtype(dtype),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def parse_device(name: str) -> torch.device:
     """The torch device of "auto", "cpu", "cuda" or "cuda:N"; auto takes the GPU where there is one."""
     if name == "auto":

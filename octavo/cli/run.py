@@ -14,7 +14,7 @@ from rich.table import Table
 from octavo.backends import arch_of, resolve
 from octavo.cli.execute import Executor, Result
 from octavo.cli.jobs import Job, JobOptions, load_jobs
-from octavo.cli.options import console, option, parse_device, parse_dtype, usage_error, usage_errors
+from octavo.cli.options import console, given_fields, option, parse_device, usage_error, usage_errors
 
 _SHAPE = "The problem"
 _HOW = "How to run it"
@@ -73,17 +73,8 @@ def run(
     Exits with 1 when a row is wrong, with 2 when an input is.
     """
     with usage_errors():
-        given = {
-            "num_qo_heads": qo_heads,
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "page_size": page_size,
-            "causal": causal,
-            "dtype": None if dtype is None else parse_dtype(dtype),
-        }
+        spec = given_fields(qo_heads, kv_heads, head_dim, value_dim, page_size, causal, dtype)
         target = parse_device(device)
-        spec = {name: value for name, value in given.items() if value is not None}
         jobs, remarks = load_jobs(files or [], JobOptions(spec, scattered, max_pairs, target))
         jobs = jobs[:limit]
         for each in {job.spec for job in jobs}:

@@ -4,7 +4,6 @@ Arguments by position are FlashAttention 2's; those that only versions 3 and 4 h
 only choose a kernel (num_splits, pack_gqa, deterministic, maximum lengths, ...) are accepted and say nothing here.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from octavo.errors import fail
 from octavo.kv_cache import PagedKV
 from octavo.problem import PagedBatch
 from octavo.shapes import Tensor
-
-LN_2 = math.log(2.0)
+from octavo.variants import in_base
 
 
 def flash_attn_with_kvcache(
@@ -241,7 +239,7 @@ def _lengths(given: int | Tensor | None, count: int, table: Tensor, page_size: i
 
 def _natural(lse: Tensor, q: Tensor) -> Tensor:
     """Base 2 [tokens, heads] to natural logarithm in FlashAttention's layout."""
-    lse = lse * LN_2
+    lse = in_base(lse, "e")
     return lse.T if q.dim() == 3 else lse.view(*q.shape[:3]).transpose(1, 2)
 
 
