@@ -13,6 +13,7 @@ GROUPS = {
     ("test_contract.py",): (3, 60),
     ("test_append_merge.py", "test_planner.py", "test_split.py"): (3, 40),
     ("test_cases.py", "test_fuzz.py"): (99, 20),
+    ("test_variants_gpu.py",): (4, 14),
 }
 """By files, which share a process: parameters of one test to run at most, and tests that must have passed."""
 
